@@ -1,0 +1,89 @@
+"""Every exception that zmqrl raises on purpose."""
+
+
+class ZmqrlError(Exception):
+    """Base class of all errors raised by zmqrl."""
+
+
+class ConfigError(ZmqrlError):
+    """Raised when a configuration file, an override or an option is wrong."""
+
+
+class EndpointError(ZmqrlError):
+    """Raised when an endpoint is malformed, in use, or cannot be bound."""
+
+
+class EncodeError(ZmqrlError):
+    """Raised when a tree holds something that cannot cross the wire; names the path of the leaf."""
+
+
+class DecodeError(ZmqrlError):
+    """Raised when received bytes are not a valid message; nothing of it has been used."""
+
+
+class VersionMismatch(DecodeError):
+    """Raised when the peer speaks another version of the protocol."""
+
+
+class ClientError(ZmqrlError):
+    """Base class of the errors that a call of `PolicyClient` ends in."""
+
+
+class ClientInUse(ClientError):
+    """Raised when one client is used from two threads at once."""
+
+
+class ClientClosed(ClientError):
+    """Raised when a closed client is used."""
+
+
+class BrokerUnreachable(ClientError, ConnectionError):
+    """Raised when no broker answered at the endpoint within the timeout."""
+
+
+class BrokerStopping(ClientError):
+    """Raised when the broker is shutting down and will not serve the request."""
+
+
+class PolicyTimeout(ClientError, TimeoutError):
+    """Raised when the broker was reached but no reply came within the timeout."""
+
+
+class PolicyError(ClientError):
+    """Raised when the policy failed on this request; carries the remote traceback."""
+
+
+class AttemptsExhausted(ClientError):
+    """Raised when every rollout worker that took the request was lost; carries the history."""
+
+
+class Overloaded(ClientError):
+    """Raised when the broker's queue stayed full until the timeout."""
+
+
+class RequestRefused(ClientError):
+    """Raised when the broker refuses a request as malformed or not allowed in its mode."""
+
+
+class Replaced(ClientError):
+    """Raised when another process has taken over this client's name."""
+
+
+class PolicyLoadError(ZmqrlError):
+    """Raised when a policy cannot be imported, built or loaded."""
+
+
+class PolicyOutputError(ZmqrlError):
+    """Raised when a policy returns something other than arrays with one row per observation."""
+
+
+class EnvironmentFailure(ZmqrlError):
+    """Raised when a simulator cannot be made, or fails in reset or step."""
+
+
+class StartupFailed(ZmqrlError):
+    """Raised when a part of a run does not come up, with its name and the cause."""
+
+
+class RunFailed(ZmqrlError):
+    """Raised when a run cannot go on or ends incomplete, with the cause."""
