@@ -338,7 +338,7 @@ def _explain_one(detail: dict[str, Any]) -> str:
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key '{path}' {where}; {hint}"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = str(detail["msg"]).removeprefix("Value error, ")
     if not path:
         return message
     value = detail["input"]

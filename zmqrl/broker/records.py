@@ -1,0 +1,182 @@
+"""What the broker knows: clients, rollout workers, requests and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from zmqrl.errors import DecodeError
+
+
+class State(Enum):
+    """Where a request is."""
+
+    WAITING = "queued"
+    RUNNING = "running"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """A peer of the frontend: an env worker, or anyone's simulator loop."""
+
+    peer: bytes
+    name: str
+    incarnation: int
+    rank: int | None
+    world_size: int | None
+    host: str
+    pid: int
+    since: float
+    heard: float
+    probed: float = 0.0
+    requests: dict[int, Request] = field(default_factory=dict)
+    """Its open requests by request id."""
+    modes: dict[int, bool] = field(default_factory=dict)
+    """Per pipeline stage, whether its latest request was an eval one."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One shard of observations; the broker's until it is answered."""
+
+    slot: int
+    client: Client
+    request_id: int
+    message: list[Any]
+    """Its frames, forwarded as they are: header and meta as bytes, then the large buffers."""
+    size: int
+    rows: int
+    eval: bool
+    stage: int
+    arrived: float
+    deadline: float
+    state: State = State.WAITING
+    history: list[str] = field(default_factory=list)
+    """One line for each attempt that failed."""
+    released: bool = False
+    """Normal mode: its barrier has opened, so it need not wait for others again."""
+    avoid: set[str] = field(default_factory=set)
+    """Names of the workers that were lost with it."""
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Requests that one worker holds."""
+
+    number: int
+    sent: float
+    requests: dict[int, Request]
+    """By slot."""
+
+
+@dataclass(slots=True)
+class WorkerTotals:
+    """What a worker of one name has done, over all its restarts."""
+
+    batches: int = 0
+    shards: int = 0
+    rows: int = 0
+    predict_s: float = 0.0
+    policy_version: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A peer of the backend: a rollout worker."""
+
+    peer: bytes
+    name: str
+    rank: int | None
+    world_size: int | None
+    host: str
+    pid: int
+    since: float
+    heard: float
+    totals: WorkerTotals
+    probed: float = 0.0
+    changed: float = 0.0
+    """When it last became idle or busy."""
+    batch: Batch | None = None
+    quarantined: bool = False
+    """Its last batch was taken back because it took too long; over with its next sign of idleness."""
+    unaware_since: float | None = None
+    """Since when its READYs do not know the batch that it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """The checked fields of a HELLO message."""
+
+    name: str
+    incarnation: int
+    rank: int | None
+    world_size: int | None
+    host: str
+    pid: int
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Introduction:
+        """Check what a peer says of itself.
+
+        Raises:
+            DecodeError: Naming the field that is wrong.
+        """
+        name, host = fields.get("name"), fields.get("host", "")
+        if not isinstance(name, str) or not 0 < len(name) <= 200:
+            raise DecodeError("HELLO: name must be a str of 1 to 200 characters")
+        if not isinstance(host, str) or len(host) > 300:
+            raise DecodeError("HELLO: host must be a short str")
+        numbers = {}
+        for key in ("incarnation", "pid"):
+            numbers[key] = fields.get(key, 0)
+        rank, world_size = fields.get("rank"), fields.get("world_size")
+        if (rank is None) != (world_size is None):
+            raise DecodeError("HELLO: rank and world_size go together")
+        if rank is not None:
+            numbers["rank"], numbers["world_size"] = rank, world_size
+        for key, number in numbers.items():
+            if type(number) is not int or not 0 <= number < 2**63:
+                raise DecodeError(f"HELLO: {key} must be a number of at least 0")
+        if rank is not None and rank >= world_size:
+            raise DecodeError(f"HELLO: rank {rank} is not below world_size {world_size}")
+        return cls(name, numbers["incarnation"], rank, world_size, host, numbers["pid"])
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the broker started.
+
+    At any time `requests == answered + errors + cancelled + open requests`.
+    """
+
+    requests: int = 0
+    """Requests taken in."""
+    answered: int = 0
+    """Ended in a reply of the policy."""
+    errors: int = 0
+    """Ended in an ERROR."""
+    cancelled: int = 0
+    """Given up by their client, or their client was lost."""
+    requeued: int = 0
+    """Times that a request went back to the queue because its worker was lost or stuck."""
+    dropped: int = 0
+    """Messages that could not be delivered to a client."""
+    late_results: int = 0
+    """Results for attempts that no longer counted."""
+    duplicates: int = 0
+    """Requests sent again by their client while they were still open."""
+    overloaded: int = 0
+    """Requests refused because the queue was full."""
+    malformed: int = 0
+    """Messages that were not valid."""
+    unknown: int = 0
+    """Messages from peers that had to register again."""
+    lost_clients: int = 0
+    lost_workers: int = 0
+    batches: int = 0
+    shards: int = 0
+    rows: int = 0
+    queue_s: float = 0.0
+    """Summed over the answered requests."""

@@ -1,0 +1,184 @@
+"""The loop that owns the broker's two ROUTER sockets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from zmqrl.broker.core import Broker, Options
+from zmqrl.transport import sockets
+from zmqrl.transport.codec import LARGE
+from zmqrl.transport.header import MAX_FRAMES, Op
+from zmqrl.transport.sockets import NOBLOCK, NOBLOCK_SNDMORE
+
+log = logging.getLogger(__name__)
+
+_BURST = 256
+"""Messages read from one socket before the other, and the timers, have their turn."""
+
+
+class BrokerServer:
+    """Binds the frontend and the backend, and runs a `Broker` between them.
+
+    One thread owns the sockets and the state.
+
+    Args:
+        frontend: Where clients connect.
+        backend: Where rollout workers connect.
+        options: How the broker behaves.
+        max_message_mb: Mebibytes; libzmq cuts a peer that sends more.
+        heartbeat_s: Seconds of silence of a peer's I/O thread after which it counts as gone.
+
+    Raises:
+        EndpointError: An endpoint is malformed, in use, or cannot be bound.
+    """
+
+    def __init__(
+        self,
+        frontend: str,
+        backend: str,
+        options: Options,
+        max_message_mb: int = 256,
+        heartbeat_s: float = 5.0,
+    ) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._locks = [sockets.lock_endpoint(endpoint) for endpoint in (frontend, backend)]
+        try:
+            self._frontend = sockets.router(self._context, frontend, max_message_mb, heartbeat_s)
+            self._backend = sockets.router(self._context, backend, max_message_mb, heartbeat_s)
+        except Exception:
+            self._context.destroy(0)
+            raise
+        self.frontend = sockets.bound_endpoint(self._frontend)
+        self.backend = sockets.bound_endpoint(self._backend)
+        epoch = int.from_bytes(os.urandom(7), "little")
+        self.core = Broker(options, epoch, time.monotonic())
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Serve until `stopping` says so, then answer what is open with an ERROR and close.
+
+        Args:
+            stopping: Asked at least four times a second.
+        """
+        poller = zmq.Poller()
+        poller.register(self._frontend, zmq.POLLIN)
+        poller.register(self._backend, zmq.POLLIN)
+        core = self.core
+        try:
+            while not stopping():
+                poller.poll(1 + int(core.timeout() * 1000))
+                core.advance(time.monotonic())
+                # Results first: they free workers for what the frontend brings.
+                self._receive(self._backend, core.from_worker, joined=True)
+                self._receive(self._frontend, core.from_client, joined=False)
+                core.tick()
+                core.dispatch()
+                while self._send():
+                    core.dispatch()  # what a lost peer held, or held up, need not wait
+            core.stop()
+            self._send()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the sockets, and free the endpoints."""
+        self._frontend.close()
+        self._backend.close()
+        self._context.term()
+        for lock in self._locks:
+            if lock is not None:
+                lock.close()
+
+    def _receive(
+        self,
+        socket: zmq.Socket[bytes],
+        handle: Callable[[bytes, list[Any]], None],
+        joined: bool,
+    ) -> None:
+        """Hand over what has arrived, up to a burst.
+
+        Args:
+            socket: Which to read.
+            handle: Takes the peer's identity and the frames of its message.
+            joined: The second frame is needed as bytes as well.
+        """
+        for _ in range(_BURST):
+            try:
+                frame = socket.recv(NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer = frame.bytes
+            message: list[Any] = []
+            count = 0
+            while frame.more:
+                frame = socket.recv(NOBLOCK, copy=False)
+                count += 1
+                if count > MAX_FRAMES:
+                    continue  # read on, so that the next message begins where it should
+                # A small Frame pins the 8 KB that libzmq read it into.
+                small = count == 1 or (joined and count == 2) or len(frame) < LARGE
+                message.append(frame.bytes if small else frame)
+            if count == 0 or count > MAX_FRAMES:
+                self.core.counters.malformed += 1
+                continue
+            try:
+                handle(peer, message)
+            except Exception:
+                # A defect that one message shows must not take the pool down with it.
+                self.core.counters.malformed += 1
+                log.exception("a message could not be handled")
+
+    def _send(self) -> bool:
+        """Send what stands in the outboxes, without ever waiting for a peer.
+
+        Returns:
+            Whether a peer turned out to be gone.
+        """
+        core = self.core
+        lost_clients = False
+        to_clients, core.to_clients = core.to_clients, []
+        for peer, frames in to_clients:
+            try:
+                _send_to(self._frontend, peer, frames)
+            except zmq.Again:
+                core.counters.dropped += 1  # it does not read; it will ask when it does
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                core.counters.dropped += frames[0][5] != Op.PROBE
+                core.client_unreachable(peer)
+                lost_clients = True
+        to_workers, core.to_workers = core.to_workers, []
+        lost = []
+        for peer, frames in to_workers:
+            try:
+                _send_to(self._backend, peer, frames)
+            except zmq.Again:
+                if len(frames) > 1:
+                    core.undelivered(peer)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                if len(frames) > 1:
+                    core.undelivered(peer)
+                lost.append(peer)
+        if lost:
+            # Its last results may have arrived already; what they answer need not run again.
+            self._receive(self._backend, core.from_worker, joined=True)
+            for peer in lost:
+                core.worker_unreachable(peer)
+        return bool(lost) or lost_clients
+
+
+def _send_to(socket: zmq.Socket[bytes], peer: bytes, frames: list[Any]) -> None:
+    # MANDATORY refuses at the identity frame or not at all, so no message is left half sent.
+    socket.send(peer, NOBLOCK_SNDMORE)
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        flags = NOBLOCK if index == last else NOBLOCK_SNDMORE
+        socket.send(frame, flags, copy=isinstance(frame, bytes))

@@ -1,0 +1,112 @@
+"""Shards to batches and back: rows of several env workers in one policy call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zmqrl.errors import PolicyOutputError
+from zmqrl.transport.tree import is_row_list
+
+
+def merge(trees: Sequence[Any]) -> Any:
+    """One tree with the rows of all, in order.
+
+    Args:
+        trees: Trees of one structure; arrays [N_i, ...].
+
+    Returns:
+        A tree of arrays [sum of N_i, ...]; constants as in the first tree. A single tree is returned
+        as it is.
+
+    Raises:
+        ValueError, KeyError, TypeError: The trees differ in structure after all.
+    """
+    first = trees[0]
+    if len(trees) == 1:
+        return first
+    if isinstance(first, dict):
+        if any(tree.keys() != first.keys() for tree in trees):
+            raise KeyError("the keys differ")
+        return {key: merge([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(trees)
+    if isinstance(first, list):
+        if is_row_list(first):
+            return [item for tree in trees for item in tree]
+        return [merge(children) for children in zip(*trees, strict=True)]
+    return first
+
+
+def split(tree: Any, rows: Sequence[int]) -> list[Any]:
+    """The reverse of `merge`: one tree for each number of rows; constants go to all.
+
+    Args:
+        tree: Arrays [sum of rows, ...].
+        rows: Rows of each part.
+    """
+    bounds = np.cumsum([0, *rows])
+    return [select(tree, slice(int(a), int(b))) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def select(tree: Any, rows: slice | np.ndarray) -> Any:
+    """The same tree with some of its rows.
+
+    Args:
+        tree: Arrays, or tensors, [N, ...].
+        rows: A slice, or row numbers int64 [M].
+    """
+    if isinstance(tree, dict):
+        return {key: select(child, rows) for key, child in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        if not is_row_list(tree):
+            return [select(child, rows) for child in tree]
+        return list(tree[rows]) if isinstance(rows, slice) else [tree[i] for i in rows]
+    return tree[rows] if getattr(tree, "ndim", 0) else tree
+
+
+def check_output(output: Any, rows: int) -> dict[str, Any]:
+    """What a policy returned, as a reply.
+
+    Args:
+        output: A dict of arrays, or one array of actions, [rows, ...].
+        rows: How many observations the policy was given.
+
+    Returns:
+        The dict; a bare array stands under `actions`.
+
+    Raises:
+        PolicyOutputError: It is no array, or one has another number of rows; names the key.
+    """
+    if isinstance(output, np.ndarray):
+        output = {"actions": output}
+    if not isinstance(output, dict):
+        raise PolicyOutputError(
+            f"the policy returned a {type(output).__name__}; it must return an array of actions, or a "
+            "dict with them under 'actions'"
+        )
+    if not output:
+        raise PolicyOutputError("the policy returned an empty dict")
+    for key, value in output.items():
+        _check_rows(value, rows, str(key))
+    return output
+
+
+def _check_rows(value: Any, rows: int, path: str) -> None:
+    if isinstance(value, dict):
+        for key, child in value.items():
+            _check_rows(child, rows, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)) and not is_row_list(value):
+        for index, child in enumerate(value):
+            _check_rows(child, rows, f"{path}[{index}]")
+    elif isinstance(value, (np.ndarray, list, tuple)):
+        shape = value.shape if isinstance(value, np.ndarray) else (len(value),)
+        if not shape or shape[0] != rows:
+            raise PolicyOutputError(
+                f"the policy returned {path!r} of shape {list(shape)} for {rows} observations; "
+                "its first axis must count them"
+            )
+    else:
+        raise PolicyOutputError(f"the policy returned a {type(value).__name__} under {path!r}, not an array")

@@ -1,0 +1,189 @@
+"""What a policy is, and how a torch module or a function becomes one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from zmqrl.errors import PolicyLoadError
+from zmqrl.imports import import_object
+from zmqrl.rollout.batching import merge, select
+from zmqrl.transport.tree import rows_of
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Answers batches of observations. The rollout worker's loop, in short:
+
+        policy.load()                                  # if it has load()
+        policy.infer(policy.example_observation, …)    # if it has one: a warm-up before the first request
+        while True:
+            policy.infer(observation, eval_mask)
+
+    A policy may have an attribute `version` (int): which weights it holds; replies carry it.
+    """
+
+    def infer(self, observation: Any, eval_mask: np.ndarray) -> Any:
+        """Choose actions.
+
+        Args:
+            observation: A tree of arrays [N, ...], writable, in native byte order; row lists of N str.
+            eval_mask: bool [N]; True where the action must be deterministic.
+
+        Returns:
+            A dict of arrays [N, ...] with the actions under `actions`, or an array of actions.
+        """
+
+
+class TensorPolicy:
+    """Makes a policy of a torch module, or of any function of a tree of tensors.
+
+    What the function's signature names, it gets beside the observation:
+
+    * `eval_mask`: a bool tensor [N];
+    * `deterministic`: a bool; a batch with both kinds of rows then takes two calls;
+    * neither: it is called without.
+
+    Floating point observations are cast to the dtype of the module's parameters; a function without
+    parameters gets them as they came. Arrays of text stay numpy arrays, row lists stay lists.
+
+    Args:
+        function: An `nn.Module`, or a function of a tree of tensors.
+        device: `cpu`, `cuda`, `cuda:1`, …; `auto` takes a GPU if there is one.
+    """
+
+    def __init__(self, function: Callable[..., Any], device: str = "auto") -> None:
+        import torch
+
+        self._torch = torch
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        self._function = function
+        self._dtype: Any = None
+        target: Any = function
+        if isinstance(function, torch.nn.Module):
+            function.to(self.device).eval()
+            floating = (p.dtype for p in function.parameters() if p.is_floating_point())
+            self._dtype = next(floating, None)
+            target = function.forward
+        parameters = inspect.signature(target).parameters
+        self._takes_mask = "eval_mask" in parameters
+        self._takes_deterministic = "deterministic" in parameters
+
+    @property
+    def version(self) -> int:
+        """The version of the weights, if the module tells one in an attribute `version`."""
+        return int(getattr(self._function, "version", 0))
+
+    @property
+    def example_observation(self) -> Any:
+        """The module's `example_observation`, for the warm-up; None if it has none."""
+        return getattr(self._function, "example_observation", None)
+
+    def load(self) -> None:
+        """Call the module's own `load`, if it has one."""
+        load = getattr(self._function, "load", None)
+        if callable(load):
+            load()
+
+    def infer(self, observation: Any, eval_mask: np.ndarray) -> Any:
+        """See `Policy.infer`."""
+        with self._torch.inference_mode():
+            tensors = self._to_tensors(observation)
+            if self._takes_mask:
+                mask = self._to_tensors(eval_mask)
+                return self._to_arrays(self._function(tensors, eval_mask=mask))
+            if not self._takes_deterministic:
+                return self._to_arrays(self._function(tensors))
+            if eval_mask.all() or not eval_mask.any():
+                deterministic = bool(eval_mask.all())
+                return self._to_arrays(self._function(tensors, deterministic=deterministic))
+            parts, order = [], []
+            for deterministic in (True, False):
+                rows = np.flatnonzero(eval_mask == deterministic)
+                part = self._function(select(tensors, rows), deterministic=deterministic)
+                parts.append(self._to_arrays(part))
+                order.append(rows)
+            return select(merge(parts), np.argsort(np.concatenate(order)))
+
+    def _to_tensors(self, tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: self._to_tensors(child) for key, child in tree.items()}
+        if isinstance(tree, list):
+            return [self._to_tensors(child) for child in tree]
+        if not isinstance(tree, np.ndarray) or tree.dtype.kind not in "biufc":
+            return tree
+        tensor = self._torch.from_numpy(tree)
+        if self.device.type == "cuda":
+            # Only a copy from pinned memory overlaps with what the GPU is doing.
+            tensor = tensor.pin_memory()
+        dtype = self._dtype if tensor.is_floating_point() else None
+        return tensor.to(self.device, dtype, non_blocking=True)
+
+    def _to_arrays(self, tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: self._to_arrays(child) for key, child in tree.items()}
+        if isinstance(tree, (list, tuple)):
+            return [self._to_arrays(child) for child in tree]
+        if isinstance(tree, self._torch.Tensor):
+            if tree.dtype == self._torch.bfloat16:
+                tree = tree.float()  # numpy has no bfloat16; float32 holds the same values
+            return tree.numpy(force=True)
+        return tree
+
+
+def as_policy(source: Any, device: str = "auto") -> Policy:
+    """Make a policy of what a user's factory returned.
+
+    Args:
+        source: A `Policy`, an `nn.Module`, or a function of a tree of tensors.
+        device: For modules and functions; see `TensorPolicy`.
+
+    Raises:
+        PolicyLoadError: It is none of these.
+    """
+    if isinstance(source, Policy):
+        return source
+    if callable(source):
+        return TensorPolicy(source, device)
+    raise PolicyLoadError(
+        f"the factory returned a {type(source).__name__}; it must return an nn.Module, a function of a "
+        "tree of tensors, or an object with infer(observation, eval_mask)"
+    )
+
+
+def load_policy(reference: str, kwargs: dict[str, Any], device: str = "auto") -> Policy:
+    """Import, build, load and warm up a policy.
+
+    Args:
+        reference: `module:factory` or `path/to/file.py:factory`; the factory is called with `kwargs`.
+        kwargs: For the factory.
+        device: See `TensorPolicy`.
+
+    Raises:
+        ConfigError: The reference cannot be imported.
+        PolicyLoadError: The factory, `load`, or the warm-up call raised; the cause is chained.
+    """
+    factory = import_object(reference)
+    step = "could not be built"
+    try:
+        policy = as_policy(factory(**kwargs), device)
+        step = "failed in load()"
+        load = getattr(policy, "load", None)
+        if callable(load):
+            load()
+        step = "failed in the warm-up call on its example_observation"
+        example = getattr(policy, "example_observation", None)
+        if example is not None:
+            policy.infer(example, np.ones(rows_of(example), dtype=bool))
+    except PolicyLoadError:
+        raise
+    except Exception as error:
+        raise PolicyLoadError(
+            f"the policy {reference} {step}: {type(error).__name__}: {error}"
+        ) from error
+    return policy

@@ -1,0 +1,258 @@
+"""The inference loop of a rollout worker."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from zmqrl.errors import DecodeError, EncodeError, StartupFailed, VersionMismatch
+from zmqrl.rollout.batching import check_output, merge, split
+from zmqrl.rollout.policy import Policy
+from zmqrl.transport import sockets
+from zmqrl.transport.codec import LARGE, decode, decode_meta, encode, encode_meta
+from zmqrl.transport.header import (
+    FLAG_EVAL,
+    HEADER_SIZE,
+    Entry,
+    Header,
+    Op,
+    Table,
+    join_batch,
+    split_batch,
+    unpack,
+    unpack_table,
+)
+from zmqrl.transport.tree import rows_of
+
+log = logging.getLogger(__name__)
+
+_READY_EVERY = 1.0
+"""Seconds after which an idle worker repeats that it is idle; the broker may have been restarted."""
+
+_MAX_TRACEBACK = 8000
+
+
+@dataclass(slots=True)
+class _Shard:
+    """One request of a batch, decoded."""
+
+    entry: Entry
+    header: Header
+    observation: Any
+
+
+class RolloutWorker:
+    """Takes batches from the broker and answers them with a policy.
+
+    The loop: receive a batch, decode its shards, group those of one structure, run the policy once for
+    each group, split the result, send all replies in one message. The broker gives work only to a
+    worker that has said it is idle, so nothing waits here while a batch is computed.
+
+    Args:
+        policy: Loaded and warmed up.
+        endpoint: The broker's backend.
+        name: Names the worker in status and history.
+        rank: Its number among the rollout workers; normal mode binds env ranks by it.
+        world_size: The number of rollout workers, with `rank`.
+        max_message_mb: Mebibytes; as the broker's.
+        heartbeat_s: Seconds; as the broker's.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        endpoint: str,
+        *,
+        name: str,
+        rank: int | None = None,
+        world_size: int | None = None,
+        max_message_mb: int = 256,
+        heartbeat_s: float = 5.0,
+    ) -> None:
+        self.endpoint = endpoint
+        self.name = name
+        self._policy = policy
+        self._introduction: dict[str, Any] = {
+            "name": name,
+            "incarnation": time.time_ns(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        if rank is not None:
+            self._introduction.update(rank=rank, world_size=world_size)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = sockets.dealer(self._context, endpoint, max_message_mb, heartbeat_s)
+        self._number = 0  # of the last batch received
+        self._welcomed = False
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Serve until `stopping` says so; a batch in hand is finished first.
+
+        Args:
+            stopping: Asked at least four times a second while idle.
+
+        Raises:
+            StartupFailed: The broker refuses this worker.
+        """
+        try:
+            self._hello()
+            spoke = asked = time.monotonic()
+            while not stopping():
+                if self._socket.poll(250):
+                    if self._handle(self._receive()):
+                        spoke = time.monotonic()
+                    continue
+                now = time.monotonic()
+                if now >= spoke + _READY_EVERY:
+                    spoke = now
+                    self._send([Header(Op.READY, request_id=self._number).pack()])
+                if not self._welcomed and now >= asked + 5.0:
+                    asked = now
+                    log.warning("no broker answers at %s yet", self.endpoint)
+            self._send([Header(Op.BYE).pack()])
+        finally:
+            self._socket.close()
+            self._context.term()
+
+    def _receive(self) -> list[Any]:
+        frames: list[Any] = []
+        more = True
+        while more:
+            frame = self._socket.recv(copy=False)
+            more = frame.more
+            small = len(frames) < 2 or len(frame) < LARGE
+            frames.append(frame.bytes if small else frame)
+        return frames
+
+    def _handle(self, frames: list[Any]) -> bool:
+        """Act on a message; returns whether that told the broker that this worker is idle."""
+        try:
+            header = unpack(frames[0])
+            if header.op == Op.BATCH:
+                self._batch(frames)
+            elif header.op == Op.WELCOME:
+                if not self._welcomed:
+                    log.info("connected to the broker at %s", self.endpoint)
+                self._welcomed = True
+                self._number = 0
+                self._send([Header(Op.READY).pack()])
+            elif header.op == Op.UNKNOWN:
+                self._hello()
+            elif header.op == Op.ERROR:
+                message = decode_meta(frames[0][HEADER_SIZE:]).get("message")
+                raise StartupFailed(f"the broker at {self.endpoint} refuses this worker: {message}")
+            else:
+                return False
+        except VersionMismatch as error:
+            raise StartupFailed(f"{self.endpoint}: {error}") from None
+        except DecodeError as error:
+            log.warning("a message from the broker is not valid: %s", error)
+            return False
+        return True
+
+    def _hello(self) -> None:
+        self._send([Header(Op.HELLO).pack() + encode_meta(self._introduction)])
+
+    def _send(self, frames: list[Any]) -> None:
+        last = len(frames) - 1
+        for index, frame in enumerate(frames):
+            flags = sockets.NOBLOCK if index == last else sockets.NOBLOCK_SNDMORE
+            try:
+                self._socket.send(frame, flags, copy=index < 2)
+            except zmq.Again:
+                if index == 0:
+                    return  # the broker is away; it takes the batch back, or asks to register again
+                raise
+
+    # -- A batch
+
+    def _batch(self, frames: list[Any]) -> None:
+        table = unpack_table(frames[0])
+        self._number = table.number
+        replies: dict[int, list[Any]] = {}
+        groups: dict[int, list[_Shard]] = {}
+        for entry, message in split_batch(table, frames):
+            header = unpack(message[0])
+            try:
+                observation = decode(message[0][HEADER_SIZE:], message[1:])
+                if rows_of(observation) != header.rows:
+                    raise DecodeError("the header and the arrays differ in their rows")
+            except (DecodeError, EncodeError) as error:
+                replies[entry.slot] = self._error(entry, header, "refused", str(error))
+                continue
+            groups.setdefault(header.signature, []).append(_Shard(entry, header, observation))
+        begin = time.perf_counter()
+        for shards in groups.values():
+            replies.update(self._answer(shards))
+        predict_us = int((time.perf_counter() - begin) * 1e6)
+        entries = [
+            entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin=b"")
+            for entry in table.entries
+            for reply in (replies[entry.slot],)
+        ]
+        result = table._replace(entries=entries, predict_us=min(predict_us, 2**32 - 1))
+        self._send(join_batch(result, Op.RESULT, [replies[entry.slot] for entry in entries]))
+
+    def _answer(self, shards: Sequence[_Shard]) -> dict[int, list[Any]]:
+        """The replies, by slot, for shards of one structure."""
+        try:
+            return self._infer(shards)
+        except Exception as error:
+            if len(shards) > 1:
+                # One of them may be to blame, so each is tried for itself.
+                replies: dict[int, list[Any]] = {}
+                for shard in shards:
+                    replies.update(self._answer([shard]))
+                return replies
+            text = f"{type(error).__name__}: {error}"
+            trace = traceback.format_exc()[-_MAX_TRACEBACK:]
+            log.warning("the policy failed on a request: %s", text)
+            entry, header = shards[0].entry, shards[0].header
+            return {entry.slot: self._error(entry, header, "policy", f"{text}\n\n{self.name}: {trace}")}
+
+    def _infer(self, shards: Sequence[_Shard]) -> dict[int, list[Any]]:
+        rows = [shard.header.rows for shard in shards]
+        is_eval = [bool(shard.header.flags & FLAG_EVAL) for shard in shards]
+        observation = merge([shard.observation for shard in shards])
+        version = int(getattr(self._policy, "version", 0))
+        begin = time.perf_counter()
+        output = self._policy.infer(observation, np.repeat(is_eval, rows))
+        predict_us = int((time.perf_counter() - begin) * 1e6)
+        parts = split(check_output(output, sum(rows)), rows)
+        replies = {}
+        for shard, part in zip(shards, parts, strict=True):
+            # Copied: a policy may write its next output into the same arrays.
+            encoded = encode(part, copy=True)
+            header = self._reply(shard.entry, shard.header, Op.REPLY)._replace(
+                frames=len(encoded.buffers),
+                rows=shard.header.rows,
+                predict_us=min(predict_us, 2**32 - 1),
+                policy_version=version,
+                signature=encoded.signature,
+            )
+            replies[shard.entry.slot] = [header.pack() + encoded.meta, *encoded.buffers]
+        return replies
+
+    def _error(self, entry: Entry, header: Header, code: str, text: str) -> list[Any]:
+        fields = {"code": code, "message": text}
+        return [self._reply(entry, header, Op.ERROR).pack() + encode_meta(fields)]
+
+    @staticmethod
+    def _reply(entry: Entry, header: Header, op: Op) -> Header:
+        return Header(
+            op,
+            flags=header.flags,
+            request_id=header.request_id,
+            attempt=entry.attempt,
+            stage=header.stage,
+            queue_us=entry.queue_us,
+        )

@@ -1,0 +1,351 @@
+"""Trees of arrays to frames and back, in the msgpack-numpy dialect.
+
+A tree without large arrays is stock msgpack-numpy. An array of `LARGE` bytes or more travels as a
+frame of its own; in its place stands the index of that frame.
+
+What changes on the way: a tuple arrives as a list, a bytearray as bytes, a big-endian array in native
+byte order, a torch tensor as an array. bfloat16 travels as its two bytes and arrives as float32, which
+holds the same values; other dtypes that numpy lacks (float8) are sent as float32.
+
+Decoding is for untrusted input: every dtype, shape, length and index is checked *before* an array is
+built. The stock decoder must never see these bytes: it unpickles object arrays, and takes the address
+that an array points to from the message.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import sys
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+
+import msgpack
+import msgpack_numpy
+import numpy as np
+
+from zmqrl.errors import DecodeError, EncodeError
+from zmqrl.transport.tree import MAX_DEPTH, is_row_list
+
+LARGE = 4096
+"""Bytes from which an array becomes a frame of its own."""
+
+MAX_META_ITEMS = 1 << 20
+"""The longest list, map, string or inline array in the meta of a message; larger ones are frames."""
+
+_BFLOAT16 = "bfloat16"
+_NUMBERS = frozenset(
+    ["|b1", "|i1", "|u1"]
+    + [order + kind for order in "<>" for kind in "i2 i4 i8 u2 u4 u8 f2 f4 f8 c8 c16".split()]
+)
+_TEXT = re.compile(r"[<>|][SU][1-9][0-9]{0,5}")
+_TIME = re.compile(r"[<>][mM]8(\[[1-9]?[0-9]{0,5}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_MAX_DIMENSIONS = 32
+
+
+class Encoded(NamedTuple):
+    """A tree, ready to send."""
+
+    meta: bytes
+    """To follow the header in the first frame."""
+    buffers: List[memoryview]
+    """The large arrays, a frame each, contiguous and no longer than the sender allowed."""
+    signature: int
+    """64 bits; equal for trees that can be merged into one batch."""
+
+
+def encode(tree: Any, copy: bool = True) -> Encoded:
+    """Turn a tree of arrays into bytes.
+
+    Args:
+        tree: Dicts with str keys, lists, tuples; numpy arrays, torch tensors, scalars, str, bytes, None.
+        copy: Copy large arrays now. Without it the caller promises not to change them until they are
+            sent; simulators that reuse their observation buffer must not promise that.
+
+    Raises:
+        EncodeError: Naming the path of the leaf or key that cannot be sent.
+    """
+    encoder = _Encoder(copy)
+    node = encoder.node(tree, "", 0)
+    meta = msgpack.packb(node, use_bin_type=True)
+    return Encoded(meta, encoder.buffers, _hash("".join(encoder.shape)))
+
+
+def decode(meta: Any, buffers: Sequence[Any] = ()) -> Any:
+    """Turn bytes back into a tree; arrays are writable and in native byte order.
+
+    Args:
+        meta: The bytes after the header in the first frame.
+        buffers: The large-buffer frames (`zmq.Frame` or anything with the buffer protocol). Arrays
+            are views of them where the alignment allows.
+
+    Raises:
+        DecodeError: The bytes are not a valid tree; no array has been built from the wrong part.
+    """
+    decoder = _Decoder(buffers)
+    tree = decoder.node(_unpack(meta), 0)
+    if decoder.used != len(buffers):
+        raise DecodeError(f"{len(buffers)} buffers came, {decoder.used} are used")
+    return tree
+
+
+def encode_meta(fields: Dict[str, Any]) -> bytes:
+    """Plain msgpack, for messages that carry no arrays."""
+    packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    return packed
+
+
+def decode_meta(meta: Any) -> Dict[str, Any]:
+    """Read what `encode_meta` made.
+
+    Raises:
+        DecodeError: It is not a msgpack map with str keys.
+    """
+    fields = _unpack(meta)
+    if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
+        raise DecodeError("expected a map with str keys")
+    return fields
+
+
+@functools.lru_cache(maxsize=1024)
+def _hash(shape: str) -> int:
+    return int.from_bytes(hashlib.blake2b(shape.encode(), digest_size=8).digest(), "little")
+
+
+class _Encoder:
+    """One walk over a tree: collects the large buffers, and the words of the signature."""
+
+    def __init__(self, copy: bool) -> None:
+        self.copy = copy
+        self.buffers: List[memoryview] = []
+        self.shape: List[str] = []
+
+    def node(self, node: Any, path: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise EncodeError(f"the tree is nested deeper than {MAX_DEPTH} at {path[:80]!r}")
+        if isinstance(node, np.ndarray):
+            return self.array(node, path)
+        if isinstance(node, dict):
+            return self.mapping(node, path, depth)
+        if isinstance(node, (list, tuple)):
+            if is_row_list(node):
+                self.shape.append("rows;")
+                return [self.scalar(item, f"{path}[{i}]") for i, item in enumerate(node)]
+            self.shape.append("(")
+            children = [self.node(c, f"{path}[{i}]", depth + 1) for i, c in enumerate(node)]
+            self.shape.append(")")
+            return children
+        torch = sys.modules.get("torch")  # a client without torch can hold no tensor
+        if torch is not None and isinstance(node, torch.Tensor):
+            return self.tensor(node, torch, path)
+        if isinstance(node, np.generic) or not hasattr(node, "__array__"):
+            packed = self.scalar(node, path)
+            self.shape.append(f"{type(node).__name__}={node!r};")
+            return packed
+        return self.array(np.asarray(node), path)
+
+    def mapping(self, node: Dict[Any, Any], path: str, depth: int) -> Dict[str, Any]:
+        for key in node:
+            if not isinstance(key, str):
+                raise EncodeError(
+                    f"the key {key!r} at {path or 'the top'!r} is a {type(key).__name__}; keys must be str"
+                )
+        # Sorted, so that the order in which a simulator fills its dict does not split a batch.
+        packed = {}
+        self.shape.append("{")
+        for key in sorted(node):
+            self.shape.append(repr(key))
+            packed[str(key)] = self.node(node[key], f"{path}.{key}" if path else key, depth + 1)
+        self.shape.append("}")
+        return packed
+
+    def array(self, array: np.ndarray, path: str, dtype: str = "") -> Any:
+        if isinstance(array, np.ma.MaskedArray):
+            raise EncodeError(f"{_at(path)} is a masked array; fill it first")
+        array = np.asarray(array)
+        if not dtype:
+            if array.dtype.byteorder == ">" or (
+                array.dtype.byteorder == "=" and sys.byteorder == "big"
+            ):
+                array = array.astype(array.dtype.newbyteorder("<"))
+            dtype = array.dtype.str
+            if not _is_allowed(dtype):
+                raise EncodeError(
+                    f"{_at(path)} is an array of dtype {array.dtype}; only numbers, bool, fixed-length "
+                    "text and bytes, and datetime64/timedelta64 can be sent"
+                )
+        if array.ndim > _MAX_DIMENSIONS:
+            raise EncodeError(f"{_at(path)} has {array.ndim} dimensions; {_MAX_DIMENSIONS} is the most")
+        if array.ndim:
+            self.shape.append(f"{dtype}{array.shape[1:]};")
+        else:
+            self.shape.append(f"{dtype}={array.tolist()!r};")
+        packed: Dict[bytes, Any] = {
+            b"nd": True,
+            b"type": dtype,
+            b"kind": b"",
+            b"shape": array.shape,
+        }
+        if array.nbytes < LARGE:
+            packed[b"data"] = array.tobytes()
+        else:
+            packed[b"frame"] = len(self.buffers)
+            if self.copy or not array.flags.c_contiguous:
+                array = np.array(array, order="C", copy=True)
+            self.buffers.append(array.reshape(-1).view(np.uint8).data)
+        return packed
+
+    def tensor(self, tensor: Any, torch: Any, path: str) -> Any:
+        try:
+            if tensor.dtype == torch.bfloat16:
+                words = tensor.detach().cpu().contiguous().view(torch.uint16)
+                return self.array(words.numpy(), path, _BFLOAT16)
+            if str(tensor.dtype).startswith("torch.float8"):
+                tensor = tensor.float()
+            return self.array(tensor.numpy(force=True), path)
+        except (TypeError, RuntimeError) as error:
+            raise EncodeError(f"{_at(path)} is a tensor that has no array form: {error}") from None
+
+    def scalar(self, value: Any, path: str) -> Any:
+        if isinstance(value, np.generic):
+            if isinstance(value, (np.str_, np.bytes_)):
+                return value.item()
+            if not _is_allowed(value.dtype.str):
+                raise EncodeError(f"{_at(path)} is a numpy scalar of dtype {value.dtype}")
+            if value.dtype.kind in "mM":  # these have no buffer, which the stock encoder asks for
+                return {b"nd": False, b"type": value.dtype.str, b"data": value.tobytes()}
+            return msgpack_numpy.encode(value)
+        if isinstance(value, bool) or value is None or isinstance(value, (float, bytes, bytearray)):
+            return value
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise EncodeError(f"{_at(path)} is a str with surrogates, not text") from None
+            return str(value)
+        if isinstance(value, int):
+            if not -(2**63) <= value < 2**64:
+                raise EncodeError(f"{_at(path)} is an int that does not fit 64 bits")
+            return int(value)
+        if isinstance(value, complex):
+            return msgpack_numpy.encode(value)
+        raise EncodeError(
+            f"{_at(path)} is a {type(value).__name__}; it must be an array, a tensor, a number, "
+            "bool, str, bytes or None, or a dict or list of them"
+        )
+
+
+class _Decoder:
+    """One walk over unpacked msgpack: checks each array, then builds it."""
+
+    def __init__(self, buffers: Sequence[Any]) -> None:
+        self.buffers = buffers
+        self.used = 0
+
+    def node(self, node: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise DecodeError(f"the tree is nested deeper than {MAX_DEPTH}")
+        if isinstance(node, dict):
+            if b"nd" in node:
+                return self.array(node) if node[b"nd"] is True else self.scalar(node)
+            if b"complex" in node:
+                return _complex(node)
+            for key in node:
+                if not isinstance(key, str):
+                    raise DecodeError("a key is not a str")
+            return {key: self.node(child, depth + 1) for key, child in node.items()}
+        if isinstance(node, list):
+            return [self.node(child, depth + 1) for child in node]
+        if isinstance(node, (msgpack.ExtType, msgpack.Timestamp)):
+            raise DecodeError("a msgpack extension is no part of the protocol")
+        return node
+
+    def array(self, node: Dict[Any, Any]) -> np.ndarray:
+        dtype, bfloat16 = _dtype(node)
+        shape = _shape(node)
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        if b"frame" in node:
+            # Frames are used once each and in order: no array shares memory with another.
+            if node[b"frame"] != self.used or self.used >= len(self.buffers):
+                raise DecodeError("an array names a frame that is not its own")
+            data = self.buffers[self.used]
+            self.used += 1
+        else:
+            data = node.get(b"data")
+            if not isinstance(data, bytes):
+                raise DecodeError("the data of an array are not bytes")
+        view = memoryview(data)
+        if view.nbytes != size:
+            raise DecodeError(f"an array of shape {shape} and dtype {dtype} has {view.nbytes} bytes")
+        if size == 0:
+            array = np.empty(shape, dtype)
+        else:
+            array = np.frombuffer(view, dtype).reshape(shape)
+        if bfloat16:
+            return (array.astype(np.uint32) << 16).view(np.float32)
+        if not array.flags.writeable or not array.flags.aligned or not dtype.isnative:
+            array = array.astype(dtype.newbyteorder("="))
+        return array
+
+    def scalar(self, node: Dict[Any, Any]) -> Any:
+        dtype, bfloat16 = _dtype(node)
+        data = node.get(b"data")
+        if bfloat16 or not isinstance(data, bytes) or len(data) != dtype.itemsize:
+            raise DecodeError("a numpy scalar does not have the bytes of its dtype")
+        return np.frombuffer(data, dtype)[0].astype(dtype.newbyteorder("="))
+
+
+def _unpack(meta: Any) -> Any:
+    try:
+        return msgpack.unpackb(
+            meta,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=MAX_META_ITEMS,
+            max_map_len=MAX_META_ITEMS,
+        )
+    except Exception as error:  # msgpack raises a dozen types, some of them bare ValueErrors
+        raise DecodeError(f"not valid msgpack: {type(error).__name__}: {error}") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_allowed(dtype: str) -> bool:
+    return dtype in _NUMBERS or bool(_TEXT.fullmatch(dtype) or _TIME.fullmatch(dtype))
+
+
+def _dtype(node: Dict[Any, Any]) -> Tuple[np.dtype, bool]:
+    name = node.get(b"type")
+    if name == _BFLOAT16:
+        return np.dtype("<u2"), True
+    if not isinstance(name, str) or not _is_allowed(name) or node.get(b"kind", b"") != b"":
+        raise DecodeError(f"the dtype {str(name)[:40]!r} is not allowed")
+    try:
+        return np.dtype(name), False
+    except (TypeError, ValueError):
+        raise DecodeError(f"the dtype {name[:40]!r} is not allowed") from None
+
+
+def _shape(node: Dict[Any, Any]) -> Tuple[int, ...]:
+    shape = node.get(b"shape")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        raise DecodeError("the shape of an array is not a short list")
+    for length in shape:
+        if type(length) is not int or not 0 <= length < 2**40:
+            raise DecodeError("the shape of an array is not made of lengths")
+    return tuple(shape)
+
+
+def _complex(node: Dict[Any, Any]) -> complex:
+    text = node.get(b"data")
+    if not isinstance(text, str) or len(text) > 64:
+        raise DecodeError("a complex number is not text")
+    try:
+        return complex(text)
+    except ValueError:
+        raise DecodeError("a complex number is not one") from None
+
+
+def _at(path: str) -> str:
+    return repr(path) if path else "the tree"

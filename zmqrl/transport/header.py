@@ -1,0 +1,222 @@
+"""The packed header at the head of every message, and the batch table of the worker leg.
+
+All integers are little endian. The first 16 bytes (magic, version, op, flags, request id) keep their
+place in every version of the protocol, so that peers of different versions can tell each other so.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import Any, List, NamedTuple, Sequence, Tuple
+
+from zmqrl.errors import DecodeError, VersionMismatch
+
+MAGIC = b"ZMQR"
+VERSION = 1
+
+MAX_FRAMES = 4096
+"""The most large-buffer frames that one message may have."""
+
+
+class Op(IntEnum):
+    """What a message is. The same numbers serve both legs."""
+
+    # Both legs
+    HELLO = 1  # a peer introduces itself; meta: who it is
+    WELCOME = 2  # the broker knows the peer now; meta: epoch
+    UNKNOWN = 3  # the broker does not know the peer, or the request id in the header
+    BYE = 4  # the peer leaves
+    PROBE = 5  # the broker looks whether the peer is still connected; ignore it
+    ERROR = 6  # meta: code, message, and details of the code
+
+    # Client leg
+    INFER = 16  # a shard of observations
+    REPLY = 17  # the actions for it
+    KNOWN = 18  # client: do you still have this request? broker: yes; meta: its state
+    CANCEL = 19  # the client no longer wants the reply
+    STATUS = 20  # anyone: how are you? broker: meta with counters and peers
+
+    # Worker leg
+    READY = 32  # the worker is idle; `number` is the last batch that it received
+    BATCH = 33  # shards to run
+    RESULT = 34  # their replies; the worker is idle again
+
+
+FLAG_EVAL = 1
+"""The request wants deterministic actions (`eval`); without it, sampled ones (`train`)."""
+
+_HEADER = struct.Struct("<4sBBHQBBHIIIIIQQ")
+HEADER_SIZE = _HEADER.size
+_PREFIX = struct.Struct("<4sBBHQ")
+
+
+class Header(NamedTuple):
+    """The fixed fields of a message; those that an op has no use for are 0."""
+
+    op: int
+    flags: int = 0
+    request_id: int = 0
+    attempt: int = 0
+    """How often the request was given to a rollout worker before this one."""
+    stage: int = 0
+    """The pipeline stage of the env worker that asks."""
+    frames: int = 0
+    """The number of large-buffer frames that follow the first frame."""
+    rows: int = 0
+    """Observations in the shard, or actions in the reply."""
+    budget_ms: int = 0
+    """Milliseconds that the sender still waits. Relative, so that no clocks need to agree."""
+    policy_id: int = 0
+    """Which policy is asked; 0 is the pool's own, and the only one that this version knows."""
+    queue_us: int = 0
+    """Reply: microseconds that the request waited in the broker's queue."""
+    predict_us: int = 0
+    """Reply: microseconds that the policy took for the whole batch."""
+    signature: int = 0
+    """Names, dtypes and shapes (less the first axis) of the tree; equal trees can share a batch."""
+    policy_version: int = 0
+    """Reply: the version of the weights that made it."""
+
+    def pack(self) -> bytes:
+        """The header's bytes."""
+        return _HEADER.pack(MAGIC, VERSION, *self)
+
+
+def unpack(first: bytes) -> Header:
+    """Read the header of a message from its first frame.
+
+    Raises:
+        DecodeError: The bytes are no zmqrl message.
+        VersionMismatch: They are one of another version of the protocol.
+    """
+    if len(first) < _PREFIX.size or first[:4] != MAGIC:
+        raise DecodeError("not a zmqrl message")
+    if first[4] != VERSION:
+        raise VersionMismatch(f"the peer speaks protocol version {first[4]}, this is {VERSION}")
+    if len(first) < HEADER_SIZE:
+        raise DecodeError(f"a header has {HEADER_SIZE} bytes, this message {len(first)}")
+    return Header(*_HEADER.unpack_from(first)[2:])
+
+
+def request_id_of(first: bytes) -> int:
+    """The request id of a message of any version; 0 if it has none."""
+    if len(first) < _PREFIX.size or first[:4] != MAGIC:
+        return 0
+    return int(_PREFIX.unpack_from(first)[4])
+
+
+_TABLE = struct.Struct("<QQII")
+_ENTRY = struct.Struct("<QIHBBI")
+
+
+class Entry(NamedTuple):
+    """One shard of a batch, in the batch's table."""
+
+    slot: int
+    """Its place in the broker's in-flight table; a result names it again."""
+    length: int
+    """Bytes of its first frame (header and meta) within the joined bodies."""
+    frames: int
+    """Large-buffer frames that belong to it."""
+    attempt: int
+    queue_us: int
+    origin: bytes = b""
+    """The identity of the client that asked."""
+
+
+class Table(NamedTuple):
+    """What a BATCH or RESULT message says about its shards."""
+
+    epoch: int
+    """Names the broker's process: new at each start."""
+    number: int
+    """Names the batch within the epoch."""
+    entries: Sequence[Entry]
+    predict_us: int = 0
+    """Result: microseconds spent in the policy."""
+
+    def pack(self, op: Op) -> bytes:
+        """The first frame of a BATCH or RESULT message."""
+        parts = [
+            Header(op).pack(),
+            _TABLE.pack(self.epoch, self.number, len(self.entries), self.predict_us),
+        ]
+        for entry in self.entries:
+            parts.append(
+                _ENTRY.pack(
+                    entry.slot,
+                    entry.length,
+                    entry.frames,
+                    entry.attempt,
+                    len(entry.origin),
+                    entry.queue_us,
+                )
+            )
+            parts.append(entry.origin)
+        return b"".join(parts)
+
+
+def unpack_table(first: bytes) -> Table:
+    """Read the table of a BATCH or RESULT message.
+
+    Raises:
+        DecodeError: The table is cut short or has bytes left over.
+    """
+    try:
+        epoch, number, count, predict_us = _TABLE.unpack_from(first, HEADER_SIZE)
+        offset = HEADER_SIZE + _TABLE.size
+        entries = []
+        for _ in range(count):
+            slot, length, frames, attempt, origin, queue_us = _ENTRY.unpack_from(first, offset)
+            offset += _ENTRY.size
+            entries.append(
+                Entry(slot, length, frames, attempt, queue_us, first[offset : offset + origin])
+            )
+            offset += origin
+    except struct.error:
+        raise DecodeError("the table of a batch is cut short") from None
+    if offset != len(first):
+        raise DecodeError("the table of a batch does not fill its frame")
+    return Table(epoch, number, entries, predict_us)
+
+
+def join_batch(table: Table, op: Op, messages: Sequence[Sequence[Any]]) -> List[Any]:
+    """The frames of a BATCH or RESULT message: table, joined first frames, large buffers."""
+    frames: List[Any] = [table.pack(op), b"".join(m[0] for m in messages)]
+    for message in messages:
+        frames.extend(message[1:])
+    return frames
+
+
+def split_batch(table: Table, frames: Sequence[Any]) -> List[Tuple[Entry, List[Any]]]:
+    """The messages within a BATCH or RESULT message: the reverse of `join_batch`.
+
+    Args:
+        table: The unpacked first frame.
+        frames: All frames of the message, the first included; frame 1 as bytes.
+
+    Raises:
+        DecodeError: Lengths or frame counts do not add up.
+    """
+    if len(frames) < 2:
+        raise DecodeError("a batch has no bodies")
+    joined = frames[1]
+    if not isinstance(joined, bytes):
+        raise DecodeError("the joined bodies of a batch must be bytes")
+    if sum(e.length for e in table.entries) != len(joined):
+        raise DecodeError("the joined bodies of a batch do not match its table")
+    if sum(e.frames for e in table.entries) != len(frames) - 2:
+        raise DecodeError("the large buffers of a batch do not match its table")
+    shards = []
+    start, large = 0, 2
+    for entry in table.entries:
+        shards.append(
+            (
+                entry,
+                [joined[start : start + entry.length], *frames[large : large + entry.frames]],
+            )
+        )
+        start += entry.length
+        large += entry.frames
+    return shards

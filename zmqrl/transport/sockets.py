@@ -1,0 +1,184 @@
+"""Every socket option in one place, each with its reason; identities and endpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket as _socket
+import tempfile
+from typing import IO, Any, Optional
+
+import zmq
+
+from zmqrl.errors import EndpointError
+
+# Plain ints: pyzmq's enum costs over 1 us at every `zmq.SNDMORE | zmq.NOBLOCK`.
+NOBLOCK = int(zmq.NOBLOCK)
+SNDMORE = int(zmq.SNDMORE)
+NOBLOCK_SNDMORE = NOBLOCK | SNDMORE
+
+_MEBIBYTE = 1 << 20
+_IPC_LIMIT = 107  # sun_path has 108 bytes, the last one NUL
+
+
+def dealer(
+    context: zmq.Context[Any], endpoint: str, max_message_mb: int = 256, heartbeat_s: float = 5.0
+) -> zmq.Socket[bytes]:
+    """A connected DEALER with an identity of its own.
+
+    Raises:
+        EndpointError: The endpoint is malformed.
+    """
+    check_endpoint(endpoint)
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    # Random and new for each socket: a ROUTER gives two sockets of one identity to one of them only.
+    # It must not begin with a zero byte, which marks the identities that libzmq makes up.
+    socket.setsockopt(zmq.IDENTITY, b"z" + os.urandom(12))
+    _common(socket, max_message_mb, heartbeat_s)
+    # Without a bound of its own a DEALER whose broker is away would queue and later replay old requests.
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    # Above the unread probes of a long computation: a full pipe stops the heartbeats as well.
+    socket.setsockopt(zmq.RCVHWM, 10_000)
+    # Refused at first because the broker starts later: try often, but not in lock step for ever.
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise EndpointError(f"cannot connect to {endpoint}: {error.strerror}") from None
+    return socket
+
+
+def router(
+    context: zmq.Context[Any], endpoint: str, max_message_mb: int = 256, heartbeat_s: float = 5.0
+) -> zmq.Socket[bytes]:
+    """A bound ROUTER.
+
+    Raises:
+        EndpointError: The endpoint is malformed, taken, or cannot be bound here.
+    """
+    check_endpoint(endpoint)
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    _common(socket, max_message_mb, heartbeat_s)
+    # A peer that is gone is an error that the broker can count, not a message lost in silence.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # A peer that reconnects after a cut takes over its own half-dead connection.
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    # The broker bounds its queues itself; libzmq's bounds only need to be out of the way.
+    socket.setsockopt(zmq.SNDHWM, 10_000)
+    socket.setsockopt(zmq.RCVHWM, 10_000)
+    socket.setsockopt(zmq.BACKLOG, 4096)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise EndpointError(f"cannot bind {endpoint}: {error.strerror}") from None
+    return socket
+
+
+def _common(socket: zmq.Socket[bytes], max_message_mb: int, heartbeat_s: float) -> None:
+    # Long enough for a goodbye, too short to keep a process from ending.
+    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_mb * _MEBIBYTE)
+    # Heartbeats run in libzmq's I/O thread: a policy that holds the GIL does not look dead.
+    timeout_ms = int(heartbeat_s * 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, timeout_ms // 5))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
+    # A peer that connects and then says nothing must not hold a place for ever.
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Refuse what libzmq would accept in part, or answer with a number.
+
+    Raises:
+        EndpointError: Saying what is wrong and what an endpoint looks like.
+    """
+    if not isinstance(endpoint, str):
+        raise EndpointError(f"an endpoint is a str, not a {type(endpoint).__name__}")
+    if endpoint.startswith("ipc://") and len(endpoint) > 6:
+        length = len(os.fsencode(endpoint[6:]))
+        if length > _IPC_LIMIT:
+            raise EndpointError(
+                f"the path of {endpoint} has {length} bytes; a Unix socket takes {_IPC_LIMIT}. "
+                "Use a shorter folder"
+            )
+        return
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%a-z]+\]|[^:/\s]+):(\d{1,5}|\*)", endpoint)
+    if match is None:
+        raise EndpointError(
+            f"{endpoint!r} is not an endpoint; expected tcp://HOST:PORT or ipc:///path/to/socket"
+        )
+    if match[2] != "*" and int(match[2]) > 65_535:
+        raise EndpointError(f"{endpoint}: the port must be at most 65535")
+
+
+def is_exposed(endpoint: str) -> bool:
+    """Whether a socket bound to `endpoint` can be reached from other machines."""
+    if not endpoint.startswith("tcp://"):
+        return False
+    host = endpoint[6:].rpartition(":")[0].strip("[]")
+    return not (host.startswith("127.") or host in ("localhost", "::1"))
+
+
+def bound_endpoint(socket: zmq.Socket[bytes]) -> str:
+    """The endpoint that a socket bound to port 0 or `*` got."""
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode()
+
+
+def runtime_folder() -> str:
+    """The folder of this user's local sockets, open to nobody else; made if need be.
+
+    Raises:
+        EndpointError: The folder belongs to another user.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = os.path.join(base, f"zmqrl-{os.getuid()}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    status = os.lstat(folder)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise EndpointError(f"{folder} must belong to you, with mode 0700; remove it or fix it")
+    return folder
+
+
+def local_endpoint(name: str) -> str:
+    """The endpoint that parts on one machine use when none is configured."""
+    return f"ipc://{runtime_folder()}/{name}.ipc"
+
+
+def lock_endpoint(endpoint: str) -> Optional[IO[str]]:
+    """Claim an ipc path until the returned file is closed or the process ends.
+
+    libzmq unlinks an ipc path before it binds, so a second broker would take the path of a living one
+    and leave it deaf.
+
+    Returns:
+        The open lock file, or None for tcp, where the kernel refuses a second bind.
+
+    Raises:
+        EndpointError: The path is in use, or its folder does not exist or cannot be written.
+    """
+    if not endpoint.startswith("ipc://") or endpoint.startswith("ipc://@"):
+        return None
+    path = endpoint[6:] + ".lock"
+    try:
+        lock = open(path, "a")  # noqa: SIM115 - held for the life of the broker
+    except OSError as error:
+        raise EndpointError(f"cannot bind {endpoint}: {error.strerror} ({path})") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise EndpointError(f"cannot bind {endpoint}: it is in use by a running broker") from None
+    return lock
+
+
+def host_name() -> str:
+    """This machine's name, for logs and status."""
+    return _socket.gethostname()
