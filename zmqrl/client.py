@@ -395,9 +395,7 @@ class PolicyClient:
             return Overloaded(f"the broker at {self.endpoint} stayed overloaded: {state}")
         return PolicyTimeout(f"no reply from {self.endpoint} within the timeout: {state}")
 
-    def _end(
-        self, pending: Pending, outcome: Any = None, error: Optional[ClientError] = None
-    ) -> None:
+    def _end(self, pending: Pending, outcome: Any = None, error: Optional[ClientError] = None) -> None:
         del self._pending[pending._header.request_id]
         pending._finish(outcome, error)
 

@@ -238,6 +238,12 @@ class Config(Section):
         share, rest = divmod(self.total_envs(mode), self.env_workers)
         return share + (rank < rest)
 
+    def stage_sizes(self, mode: Mode, rank: int) -> list[int]:
+        """How many envs are in each pipeline stage of the env worker `rank`."""
+        stages = self.env.pipeline_stages
+        share, rest = divmod(self.envs_of(mode, rank), stages)
+        return [share + (stage < rest) for stage in range(stages)]
+
     def first_env_of(self, mode: Mode, rank: int) -> int:
         """The index, over all env workers, of the first env of env worker `rank`."""
         share, rest = divmod(self.total_envs(mode), self.env_workers)
@@ -295,7 +301,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from None
     try:
-        tree = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if tree is None:

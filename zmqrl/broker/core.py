@@ -169,7 +169,9 @@ class Broker:
         try:
             header = unpack(message[0])
             if header.frames != len(message) - 1:
-                raise DecodeError(f"{len(message) - 1} large buffers, but the header says {header.frames}")
+                raise DecodeError(
+                    f"{len(message) - 1} large buffers, but the header says {header.frames}"
+                )
             client = self.peers.clients.get(peer)
             if client is not None:
                 client.heard = self._now

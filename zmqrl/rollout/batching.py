@@ -27,6 +27,8 @@ def merge(trees: Sequence[Any]) -> Any:
     first = trees[0]
     if len(trees) == 1:
         return first
+    if any(type(tree) is not type(first) for tree in trees):
+        raise TypeError(f"the types differ: {', '.join(sorted({type(t).__name__ for t in trees}))}")
     if isinstance(first, dict):
         if any(tree.keys() != first.keys() for tree in trees):
             raise KeyError("the keys differ")
@@ -34,7 +36,7 @@ def merge(trees: Sequence[Any]) -> Any:
     if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(trees)
     if isinstance(first, list):
-        if is_row_list(first):
+        if all(is_row_list(tree) for tree in trees):
             return [item for tree in trees for item in tree]
         return [merge(children) for children in zip(*trees, strict=True)]
     return first
@@ -109,4 +111,6 @@ def _check_rows(value: Any, rows: int, path: str) -> None:
                 "its first axis must count them"
             )
     else:
-        raise PolicyOutputError(f"the policy returned a {type(value).__name__} under {path!r}, not an array")
+        raise PolicyOutputError(
+            f"the policy returned a {type(value).__name__} under {path!r}, not an array"
+        )

@@ -25,7 +25,6 @@ from zmqrl.transport.header import (
     Entry,
     Header,
     Op,
-    Table,
     join_batch,
     split_batch,
     unpack,

@@ -31,16 +31,21 @@ LARGE = 4096
 """Bytes from which an array becomes a frame of its own."""
 
 MAX_META_ITEMS = 1 << 20
-"""The longest list, map, string or inline array in the meta of a message; larger ones are frames."""
+"""The longest list or map in the meta of a message."""
 
 _BFLOAT16 = "bfloat16"
 _NUMBERS = frozenset(
     ["|b1", "|i1", "|u1"]
-    + [order + kind for order in "<>" for kind in "i2 i4 i8 u2 u4 u8 f2 f4 f8 c8 c16".split()]
+    + [
+        order + kind
+        for order in "<>"
+        for kind in ["i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+    ]
 )
 _TEXT = re.compile(r"[<>|][SU][1-9][0-9]{0,5}")
-_TIME = re.compile(r"[<>][mM]8(\[[1-9]?[0-9]{0,5}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_TIME = re.compile(r"[<>][mM]8(\[([1-9][0-9]{0,5})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 _MAX_DIMENSIONS = 32
+_MAX_CACHED = 4096  # characters: a constant may be an image of megabytes
 
 
 class Encoded(NamedTuple):
@@ -68,7 +73,9 @@ def encode(tree: Any, copy: bool = True) -> Encoded:
     encoder = _Encoder(copy)
     node = encoder.node(tree, "", 0)
     meta = msgpack.packb(node, use_bin_type=True)
-    return Encoded(meta, encoder.buffers, _hash("".join(encoder.shape)))
+    shape = "".join(encoder.shape)
+    signature = _cached_hash(shape) if len(shape) <= _MAX_CACHED else _hash(shape)
+    return Encoded(meta, encoder.buffers, signature)
 
 
 def decode(meta: Any, buffers: Sequence[Any] = ()) -> Any:
@@ -91,7 +98,8 @@ def decode(meta: Any, buffers: Sequence[Any] = ()) -> Any:
 
 def encode_meta(fields: Dict[str, Any]) -> bytes:
     """Plain msgpack, for messages that carry no arrays."""
-    packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    # The text of an error may hold surrogates: the name of a file, for instance.
+    packed: bytes = msgpack.packb(fields, use_bin_type=True, unicode_errors="backslashreplace")
     return packed
 
 
@@ -107,9 +115,11 @@ def decode_meta(meta: Any) -> Dict[str, Any]:
     return fields
 
 
-@functools.lru_cache(maxsize=1024)
 def _hash(shape: str) -> int:
     return int.from_bytes(hashlib.blake2b(shape.encode(), digest_size=8).digest(), "little")
+
+
+_cached_hash = functools.lru_cache(maxsize=1024)(_hash)
 
 
 class _Encoder:
@@ -128,6 +138,8 @@ class _Encoder:
         if isinstance(node, dict):
             return self.mapping(node, path, depth)
         if isinstance(node, (list, tuple)):
+            if len(node) > MAX_META_ITEMS:
+                raise EncodeError(f"{_at(path)} has {len(node)} items; {MAX_META_ITEMS} is the most")
             if is_row_list(node):
                 self.shape.append("rows;")
                 return [self.scalar(item, f"{path}[{i}]") for i, item in enumerate(node)]
@@ -142,7 +154,13 @@ class _Encoder:
             packed = self.scalar(node, path)
             self.shape.append(f"{type(node).__name__}={node!r};")
             return packed
-        return self.array(np.asarray(node), path)
+        try:
+            array = np.asarray(node)
+        except Exception as error:  # whatever the array type of another library raises
+            raise EncodeError(
+                f"{_at(path)} is a {type(node).__name__} without array form: {error}"
+            ) from None
+        return self.array(array, path)
 
     def mapping(self, node: Dict[Any, Any], path: str, depth: int) -> Dict[str, Any]:
         for key in node:
@@ -154,8 +172,9 @@ class _Encoder:
         packed = {}
         self.shape.append("{")
         for key in sorted(node):
-            self.shape.append(repr(key))
-            packed[str(key)] = self.node(node[key], f"{path}.{key}" if path else key, depth + 1)
+            self.shape.append(repr(str.__str__(key)))
+            child = f"{path}.{key}" if path else key
+            packed[_text(key, child)] = self.node(node[key], child, depth + 1)
         self.shape.append("}")
         return packed
 
@@ -164,9 +183,7 @@ class _Encoder:
             raise EncodeError(f"{_at(path)} is a masked array; fill it first")
         array = np.asarray(array)
         if not dtype:
-            if array.dtype.byteorder == ">" or (
-                array.dtype.byteorder == "=" and sys.byteorder == "big"
-            ):
+            if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
                 array = array.astype(array.dtype.newbyteorder("<"))
             dtype = array.dtype.str
             if not _is_allowed(dtype):
@@ -208,8 +225,10 @@ class _Encoder:
 
     def scalar(self, value: Any, path: str) -> Any:
         if isinstance(value, np.generic):
-            if isinstance(value, (np.str_, np.bytes_)):
+            if isinstance(value, np.bytes_):
                 return value.item()
+            if isinstance(value, np.str_):
+                return _text(value, path)
             if not _is_allowed(value.dtype.str):
                 raise EncodeError(f"{_at(path)} is a numpy scalar of dtype {value.dtype}")
             if value.dtype.kind in "mM":  # these have no buffer, which the stock encoder asks for
@@ -218,11 +237,7 @@ class _Encoder:
         if isinstance(value, bool) or value is None or isinstance(value, (float, bytes, bytearray)):
             return value
         if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise EncodeError(f"{_at(path)} is a str with surrogates, not text") from None
-            return str(value)
+            return _text(value, path)
         if isinstance(value, int):
             if not -(2**63) <= value < 2**64:
                 raise EncodeError(f"{_at(path)} is an int that does not fit 64 bits")
@@ -280,19 +295,30 @@ class _Decoder:
         if view.nbytes != size:
             raise DecodeError(f"an array of shape {shape} and dtype {dtype} has {view.nbytes} bytes")
         if size == 0:
-            array = np.empty(shape, dtype)
+            try:
+                array = np.empty(shape, dtype)
+            except ValueError as error:  # the other lengths alone are too much
+                raise DecodeError(f"an array of shape {shape} is not possible: {error}") from None
         else:
             array = np.frombuffer(view, dtype).reshape(shape)
         if bfloat16:
-            return (array.astype(np.uint32) << 16).view(np.float32)
+            words = array.astype(np.uint32)
+            words <<= 16  # in place, which keeps an array of no dimension an array
+            return words.view(np.float32)
+        if dtype.kind == "b":
+            # Another byte than 0 or 1 is no bool: numpy and torch would count it wrongly.
+            return array.view(np.uint8).astype(np.bool_)
         if not array.flags.writeable or not array.flags.aligned or not dtype.isnative:
             array = array.astype(dtype.newbyteorder("="))
+        if dtype.kind == "U" and size and array.reshape(-1).view(np.uint32).max() > sys.maxunicode:
+            raise DecodeError("an array of text holds what is no character")
         return array
 
     def scalar(self, node: Dict[Any, Any]) -> Any:
         dtype, bfloat16 = _dtype(node)
         data = node.get(b"data")
-        if bfloat16 or not isinstance(data, bytes) or len(data) != dtype.itemsize:
+        is_text = dtype.kind in "SU"
+        if bfloat16 or is_text or not isinstance(data, bytes) or len(data) != dtype.itemsize:
             raise DecodeError("a numpy scalar does not have the bytes of its dtype")
         return np.frombuffer(data, dtype)[0].astype(dtype.newbyteorder("="))
 
@@ -319,12 +345,11 @@ def _dtype(node: Dict[Any, Any]) -> Tuple[np.dtype, bool]:
     name = node.get(b"type")
     if name == _BFLOAT16:
         return np.dtype("<u2"), True
-    if not isinstance(name, str) or not _is_allowed(name) or node.get(b"kind", b"") != b"":
+    # The length first: a cache must not keep what strangers send.
+    allowed = isinstance(name, str) and len(name) < 32 and _is_allowed(name)
+    if not allowed or node.get(b"kind", b"") != b"":
         raise DecodeError(f"the dtype {str(name)[:40]!r} is not allowed")
-    try:
-        return np.dtype(name), False
-    except (TypeError, ValueError):
-        raise DecodeError(f"the dtype {name[:40]!r} is not allowed") from None
+    return np.dtype(name), False
 
 
 def _shape(node: Dict[Any, Any]) -> Tuple[int, ...]:
@@ -345,6 +370,14 @@ def _complex(node: Dict[Any, Any]) -> complex:
         return complex(text)
     except ValueError:
         raise DecodeError("a complex number is not one") from None
+
+
+def _text(value: str, path: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise EncodeError(f"{_at(path)} holds surrogates, which are not text") from None
+    return str.__str__(value)  # str() would ask an enum for its name
 
 
 def _at(path: str) -> str:

@@ -1,0 +1,5 @@
+"""`python -m zmqrl`."""
+
+from zmqrl.cli import main
+
+raise SystemExit(main())

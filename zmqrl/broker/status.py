@@ -1,0 +1,51 @@
+"""Asks a broker how it is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import zmq
+
+from zmqrl.errors import DecodeError
+from zmqrl.transport import sockets
+from zmqrl.transport.codec import decode_meta
+from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+
+
+class StatusClient:
+    """Reads a broker's counters and peers through its frontend.
+
+    Args:
+        endpoint: The broker's frontend.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = sockets.dealer(zmq.Context.instance(), endpoint)
+        self._next_id = 1
+
+    def ask(self, timeout: float = 1.0) -> dict[str, Any] | None:
+        """The broker's status (see `Broker.status`), or None if it does not answer in time.
+
+        Args:
+            timeout: Seconds.
+        """
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        try:
+            self._socket.send(Header(Op.STATUS, request_id=request_id).pack(), sockets.NOBLOCK)
+        except zmq.Again:
+            return None
+        until = time.monotonic() + timeout
+        while self._socket.poll(max(0, int((until - time.monotonic()) * 1000))):
+            frames = self._socket.recv_multipart()
+            try:
+                header = unpack(frames[0])
+                if header.op == Op.STATUS and header.request_id == request_id:
+                    return decode_meta(frames[0][HEADER_SIZE:])
+            except DecodeError:
+                continue
+        return None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close(0)

@@ -1,0 +1,218 @@
+"""The command line: `zmqrl NAME …`, and `bin/NAME …`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from zmqrl.errors import ConfigError, EndpointError, ZmqrlError
+
+log = logging.getLogger("zmqrl")
+
+_OVERRIDES = "configuration keys to override, such as rollout.rollout_queue_size=4"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Without the program's name; None takes the process's own.
+
+    Returns:
+        0 on success, 2 on a bad configuration or command line, 1 on any other failure.
+    """
+    try:
+        from zmqrl.runner.process import log_to_stderr, tie_to_launcher
+    except ImportError as error:
+        return _fail(f"this command needs more than the client: pip install 'zmqrl[env]' ({error})", 2)
+    tie_to_launcher()
+    log_to_stderr()
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return command(options)
+    except ImportError as error:
+        return _fail(f"a package is missing: {error}; see 'Install' in the README", 1)
+    except (ConfigError, EndpointError) as error:
+        _show_cause(error)
+        return _fail(str(error), 2)
+    except ZmqrlError as error:
+        _show_cause(error)
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zmqrl", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--config", metavar="FILE", help="a YAML file, such as those in config/")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+        command.set_defaults(run=run)
+        return command
+
+    add("start-broker", _start_broker, "Run the broker that env and rollout workers connect to.")
+
+    rollout = add("start-rollout-worker", _start_rollout_worker, "Run a policy for the pool.")
+    rollout.add_argument("--policy", metavar="MODULE:FACTORY", help="or file.py:factory")
+    rollout.add_argument("--rank", type=int, help="its number, from 0; normal mode needs it")
+    rollout.add_argument("--name", help="its name in status and messages")
+
+    env = add("start-env-worker", _start_env_worker, "Step simulators with actions from the pool.")
+    env.add_argument("--rank", type=int, default=0, help="its number, from 0 (default 0)")
+    env.add_argument("--mode", choices=["train", "eval"], default="eval", help="default: eval")
+
+    evaluate = add("evaluate", _evaluate, "Run broker, rollout and env workers here, and evaluate.")
+    evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the metrics to FILE")
+    return parser
+
+
+def _start_broker(options: argparse.Namespace) -> int:
+    from zmqrl import config
+    from zmqrl.broker.core import Options
+    from zmqrl.broker.scheduling import Limits
+    from zmqrl.broker.server import BrokerServer
+    from zmqrl.runner.process import StopSignal
+    from zmqrl.transport import sockets
+
+    loaded = config.load(options.config, options.overrides)
+    stop = StopSignal().install()
+    broker, rollout = loaded.broker, loaded.rollout
+    behaviour = Options(
+        decoupled=loaded.runner.enable_decoupled_mode,
+        limits=Limits(
+            queue_size=rollout.rollout_queue_size,
+            max_rows=rollout.max_batch_rows,
+            max_wait=rollout.max_wait_ms / 1000,
+            max_attempts=rollout.max_attempts,
+        ),
+        attempt_timeout=rollout.attempt_timeout_s,
+        max_open=broker.max_queue_messages,
+        max_open_bytes=broker.max_queue_mb << 20,
+        max_client_open=broker.max_client_messages,
+    )
+    server = BrokerServer(
+        broker.frontend or sockets.local_endpoint("frontend"),
+        broker.backend or sockets.local_endpoint("backend"),
+        behaviour,
+        broker.max_message_mb,
+        broker.heartbeat_timeout_s,
+    )
+    mode = "decoupled" if behaviour.decoupled else "normal"
+    log.info("serving in %s mode: frontend %s, backend %s", mode, server.frontend, server.backend)
+    for endpoint in (server.frontend, server.backend):
+        if sockets.is_exposed(endpoint):
+            log.warning("%s can be reached from other machines, by anyone, unencrypted", endpoint)
+    server.run(stop)
+    log.info("stopped by %s", stop.reason)
+    return 0
+
+
+def _start_rollout_worker(options: argparse.Namespace) -> int:
+    from zmqrl import config
+    from zmqrl.rollout.policy import load_policy
+    from zmqrl.rollout.worker import RolloutWorker
+    from zmqrl.runner.process import StopSignal
+    from zmqrl.transport import sockets
+
+    overrides = list(options.overrides)
+    if options.policy is not None:
+        overrides.append(f"rollout.policy={options.policy}")
+    loaded = config.load(options.config, overrides)
+    rollout = loaded.rollout
+    if rollout.policy is None:
+        raise ConfigError("no policy is named: give --policy module:factory, or set rollout.policy")
+    _check_rank(options.rank, loaded.rollout_workers, "rollout")
+    stop = StopSignal().install()
+    _limit_torch_threads(rollout.torch_threads)
+    policy = load_policy(rollout.policy, rollout.policy_kwargs, rollout.device)
+    named = f"rollout-{os.getpid() if options.rank is None else options.rank}"
+    worker = RolloutWorker(
+        policy,
+        loaded.broker.backend or sockets.local_endpoint("backend"),
+        name=options.name or named,
+        rank=options.rank,
+        world_size=None if options.rank is None else loaded.rollout_workers,
+        max_message_mb=loaded.broker.max_message_mb,
+        heartbeat_s=loaded.broker.heartbeat_timeout_s,
+    )
+    device = getattr(policy, "device", None)
+    where = f" on {device}, {rollout.torch_threads} torch thread(s)" if device is not None else ""
+    log.info("%s is loaded%s", rollout.policy, where)
+    worker.run(stop)
+    return 0
+
+
+def _start_env_worker(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from zmqrl import config
+    from zmqrl.env.worker import EnvWorker
+    from zmqrl.runner.process import StopSignal
+    from zmqrl.telemetry.metrics import EnvView, episode_metrics, pool_metrics
+
+    loaded = config.load(options.config, options.overrides)
+    if loaded.env.id is None and loaded.env.factory is None:
+        raise ConfigError("no simulator is named: set env.id to a Gymnasium id, or env.factory")
+    _check_rank(options.rank, loaded.env_workers, "env")
+    stop = StopSignal().install()
+    worker = EnvWorker(loaded, options.mode, options.rank, stop)
+    finished = worker.run()
+    if loaded.runner.report is None:
+        view = EnvView(worker.name, 0, worker.report, worker.reporter.episodes)
+        metrics = {**episode_metrics([view]), **pool_metrics([view], {}, 1)}
+        shown = ("eval/", "env_steps", "env/", "time/")
+        Console().print({key: value for key, value in metrics.items() if key.startswith(shown)})
+    if not finished:
+        log.info("stopped by %s", stop.reason)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from zmqrl import config
+    from zmqrl.runner.evaluate import evaluate
+    from zmqrl.runner.process import StopSignal
+
+    loaded = config.load(options.config, options.overrides)
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {options.json}: there is no such folder")
+    evaluate(loaded, Console(), StopSignal().install(), options.json)
+    return 0
+
+
+def _check_rank(rank: int | None, count: int, component: str) -> None:
+    if rank is not None and not 0 <= rank < count:
+        raise ConfigError(
+            f"--rank {rank} is not one of the {count} {component} workers "
+            f"(cluster.component_placement.{component})"
+        )
+
+
+def _limit_torch_threads(threads: int) -> None:
+    try:
+        import torch
+    except ImportError:
+        return  # a policy that needs no torch is none the worse
+    torch.set_num_threads(threads)
+
+
+def _show_cause(error: BaseException) -> None:
+    """Print the traceback of what the user's own code raised."""
+    if error.__cause__ is not None:
+        cause = error.__cause__
+        traceback.print_exception(type(cause), cause, cause.__traceback__)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code

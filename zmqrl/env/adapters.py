@@ -1,0 +1,426 @@
+"""One shape for every simulator: a shard of `num_envs` rows that is reset and stepped.
+
+Gymnasium has three ways to begin the next episode of a row, and a vector env names its own in
+`metadata["autoreset_mode"]`:
+
+* DISABLED (our default): the finished rows are reset here, at once, each with its own seed.
+* NEXT_STEP: the vector env spends the row's next step on the reset. That step is no transition:
+  its row is not `valid`.
+* SAME_STEP: the vector env resets within the step, and hands the end of the episode over in its infos.
+
+A `ShardEnv` hides the difference. In all three modes the valid rows are the same transitions, and no
+simulator is stepped past its end.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from zmqrl.config import EnvConfig, EnvModeConfig, Mode
+from zmqrl.env import wrappers
+from zmqrl.env.conversion import (
+    Tree,
+    actions_for,
+    has_text,
+    observation_tree,
+    one_per_row,
+    put_row,
+)
+from zmqrl.errors import ConfigError, EnvironmentFailure, ZmqrlError
+from zmqrl.imports import import_object, make_importable
+
+SeedOf: TypeAlias = Callable[[int], "int | None"]
+Rows: TypeAlias = npt.NDArray[np.bool_]
+AnyVectorEnv: TypeAlias = "VectorEnv[Any, Any, Any]"
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step of a shard of N rows gave.
+
+    Attributes:
+        observation: Tree of `[N, ...]`: what to act on next. It owns its memory.
+        reward: float64 `[N]`.
+        terminated: bool `[N]`.
+        truncated: bool `[N]`.
+        final_observation: Tree of `[N, ...]` whose finished rows hold the observation in which the
+            episode ended; None when no row has finished.
+        success: bool `[N]`, of the final step where a row has finished; None while the simulator has
+            reported no success key.
+        valid: bool `[N]`. False where the vector env spent the step on a reset: the row's action was
+            not used, its reward is 0, and it is no transition.
+        step_seconds: Seconds in the simulator's step (with its resets, where it resets by itself).
+        reset_seconds: Seconds in resets of finished rows; 0 when there were none.
+    """
+
+    observation: Tree
+    reward: npt.NDArray[np.float64]
+    terminated: Rows
+    truncated: Rows
+    final_observation: Tree | None
+    success: Rows | None
+    valid: Rows
+    step_seconds: float
+    reset_seconds: float
+
+
+class ShardEnv:
+    """A batch of simulators that one env worker steps together.
+
+    Example:
+        >>> shard = ShardEnv(gymnasium.make_vec("CartPole-v1", num_envs=2))
+        >>> observation = shard.reset()
+        >>> shard.step(np.array([0, 1])).reward
+        array([1., 1.])
+        >>> shard.close()
+
+    Attributes:
+        num_envs: The number of rows, N.
+        name: What errors call the simulator.
+        single_action_space: The action space of one row.
+        autoreset_mode: How the vector env begins the next episode of a row.
+        seeds_every_episode: Whether each episode begins with its seed. A vector env that resets by
+            itself takes seeds in `reset` only.
+    """
+
+    def __init__(
+        self,
+        vector_env: AnyVectorEnv,
+        seed_of: SeedOf = lambda row: None,
+        *,
+        name: str | None = None,
+        success_key: str | None = None,
+        rescale_actions: bool = False,
+    ) -> None:
+        """Wrap a ready vector env, which the shard then owns.
+
+        Args:
+            vector_env: Its `metadata["autoreset_mode"]` is heeded; NEXT_STEP when it is missing.
+            seed_of: Called with the row each time one of its episodes is about to begin; the seed of
+                that episode, or None to let the simulator go on. A vector env other than
+                `SyncVectorEnv` and `AsyncVectorEnv` takes one int: the first of those seeds.
+            name: What errors call the simulator.
+            success_key: The key of infos that tells success; None for `success`, then `is_success`.
+            rescale_actions: Map actions from [-1, 1] to the Box.
+
+        Raises:
+            ConfigError: `rescale_actions` without a bounded Box.
+        """
+        self.num_envs = vector_env.num_envs
+        self.name = name or str(vector_env)
+        self.single_action_space = vector_env.single_action_space
+        self.autoreset_mode = AutoresetMode(
+            vector_env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        )
+        self.seeds_every_episode = self.autoreset_mode is AutoresetMode.DISABLED
+        self._vector_env = vector_env
+        self._base: Any = vector_env.unwrapped
+        self._seed_of = seed_of
+        self._success_keys = (success_key,) if success_key else ("success", "is_success")
+        self._reports_success = False
+        self._rescale = rescale_actions
+        # What a vector env does not copy, it may overwrite in its next step or reset.
+        self._copy = getattr(self._base, "copy", None) is not True
+        self._resets_next = np.zeros(self.num_envs, np.bool_)
+        self._failed = False
+        space = self.single_action_space
+        if rescale_actions and not (isinstance(space, spaces.Box) and space.is_bounded()):
+            raise ConfigError(f"env.rescale_actions needs a bounded Box, but {self.name} takes {space}")
+
+    def reset(self) -> Tree:
+        """Begin a new episode in every row.
+
+        Returns:
+            The observations, a tree of `[N, ...]`.
+
+        Raises:
+            EnvironmentFailure: The simulator failed.
+        """
+        self._resets_next[:] = False
+        return self._reset(np.ones(self.num_envs, np.bool_), options=None)
+
+    def step(self, actions: Any) -> Step:
+        """Step every row, and begin the next episode of those that have finished.
+
+        Args:
+            actions: Array `[N, *action shape]`, clipped to a Box and cast to the dtype of the action
+                space; for a Dict or Tuple action space its tree, which is passed on as it is.
+
+        Raises:
+            EnvironmentFailure: The actions have the wrong shape or hold NaN, or the simulator failed.
+        """
+        try:
+            actions = actions_for(
+                self.single_action_space, self.num_envs, actions, rescale=self._rescale
+            )
+        except ValueError as error:
+            raise EnvironmentFailure(f"{self.name} cannot take the actions: {error}") from error
+        valid = ~self._resets_next
+        self._draw_seeds(self._resets_next)
+        with self._guard("step"):
+            start = time.perf_counter()
+            observation, reward, terminated, truncated, infos = self._vector_env.step(actions)
+            seconds = time.perf_counter() - start
+            step = Step(
+                observation=self._tree(observation),
+                reward=np.where(valid, self._per_row("rewards", reward, np.float64), 0.0),
+                terminated=self._per_row("terminations", terminated, np.bool_) & valid,
+                truncated=self._per_row("truncations", truncated, np.bool_) & valid,
+                final_observation=None,
+                success=self._successes(infos),
+                valid=valid,
+                step_seconds=seconds,
+                reset_seconds=0.0,
+            )
+            if step.success is not None:
+                step.success &= valid
+        done = step.terminated | step.truncated
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            self._resets_next = done
+        if done.any():
+            self._end_episodes(step, done, infos)
+        return step
+
+    def close(self) -> None:
+        """Close the simulators; a second time does nothing.
+
+        Raises:
+            EnvironmentFailure: The simulator failed.
+        """
+        if self._base.closed:
+            return
+        if self._failed and isinstance(self._base, AsyncVectorEnv):
+            # Its own close would wait for an answer from a process that may be gone.
+            for process in self._base.processes:
+                process.kill()
+                process.join()
+            self._base.closed = True
+            return
+        with self._guard("close"):
+            self._vector_env.close()
+
+    def _end_episodes(self, step: Step, done: Rows, infos: dict[str, Any]) -> None:
+        match self.autoreset_mode:
+            case AutoresetMode.DISABLED:
+                step.final_observation = step.observation
+                start = time.perf_counter()
+                # The vector env takes the mask out of the options; the simulator does not see it.
+                step.observation = self._reset(done, options={"reset_mask": done.copy()})
+                step.reset_seconds = time.perf_counter() - start
+            case AutoresetMode.NEXT_STEP:
+                step.final_observation = step.observation
+            case AutoresetMode.SAME_STEP:
+                self._draw_seeds(done)
+                with self._guard("step"):
+                    self._take_the_end_from_infos(step, done, infos)
+
+    def _reset(self, rows: Rows, options: dict[str, Any] | None) -> Tree:
+        seeds = self._draw_seeds(rows)
+        with self._guard("reset"):
+            observation, _ = self._vector_env.reset(seed=seeds, options=options)
+            return self._tree(observation)
+
+    def _draw_seeds(self, rows: Rows) -> Any:
+        seeds = [self._seed_of(row) if rows[row] else None for row in range(self.num_envs)]
+        given = [seed for seed in seeds if seed is not None]
+        if given and isinstance(self._base, (SyncVectorEnv, AsyncVectorEnv)):
+            return seeds
+        return given[0] if given else None
+
+    def _take_the_end_from_infos(self, step: Step, done: Rows, infos: dict[str, Any]) -> None:
+        final = infos["final_obs"]
+        if isinstance(final, np.ndarray) and final.dtype == object:
+            step.final_observation = copy.deepcopy(step.observation)
+            for row in np.flatnonzero(done):
+                put_row(step.final_observation, int(row), final[row])
+        else:
+            step.final_observation = self._tree(final)
+        ended = self._successes(infos.get("final_info", {}))
+        if ended is not None:
+            others = False if step.success is None else step.success
+            step.success = np.where(done, ended, others)
+
+    def _successes(self, infos: Mapping[str, Any]) -> Rows | None:
+        key = next((key for key in self._success_keys if key in infos), None)
+        if key is not None:
+            self._reports_success = True
+            reported = self._per_row(f"info {key!r}", infos[key], np.bool_)
+            return reported & np.asarray(infos.get(f"_{key}", True), np.bool_)
+        # A simulator may name success only where there is one: from then on, silence is failure.
+        return np.zeros(self.num_envs, np.bool_) if self._reports_success else None
+
+    def _per_row(self, what: str, values: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return one_per_row(what, values, self.num_envs, dtype)
+
+    def _tree(self, observation: Any) -> Tree:
+        return observation_tree(observation, self.num_envs, copy=self._copy)
+
+    @contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        try:
+            with _errors_named(self.name, what, quiet=isinstance(self._base, AsyncVectorEnv)):
+                yield
+        except BaseException:
+            self._failed = True
+            raise
+
+
+def make_shard(config: EnvConfig, mode: Mode, num_envs: int, seed_of: SeedOf) -> ShardEnv:
+    """Make the simulators of one env worker.
+
+    Args:
+        config: The section `env`.
+        mode: Whose limits and seeds apply.
+        num_envs: The number of rows.
+        seed_of: Called with the row each time one of its episodes is about to begin; the seed of that
+            episode, or None to let the simulator go on. Where the vector env resets by itself, only
+            the seeds asked for in `reset` are used.
+
+    Raises:
+        ConfigError: The configuration asks for what this simulator cannot do, or its factory cannot
+            be imported.
+        EnvironmentFailure: The simulator does not exist, or cannot be made.
+    """
+    name = config.id or config.factory
+    if name is None:
+        raise ConfigError("no simulator is configured; give env.id or env.factory")
+    _silence_notice_about_adroit_hand(name)
+    make_importable(Path.cwd())
+    build = _registered if config.id else _from_factory
+    with _errors_named(name, "construction", quiet=config.vectorization == "async"):
+        vector_env = build(name, config, mode, num_envs)
+    shard = ShardEnv(
+        vector_env,
+        seed_of,
+        name=name,
+        success_key=config.success_key,
+        rescale_actions=config.rescale_actions,
+    )
+    if config.of_mode(mode).use_fixed_reset_state_ids and not shard.seeds_every_episode:
+        shard.close()
+        raise ConfigError(
+            f"env.{mode}.use_fixed_reset_state_ids needs autoreset_mode disabled, but {name} has "
+            f"{shard.autoreset_mode.value}: it chooses the start states by itself"
+        )
+    return shard
+
+
+def _registered(env_id: str, config: EnvConfig, mode: Mode, num_envs: int) -> AnyVectorEnv:
+    limits = config.of_mode(mode)
+    kwargs = dict(config.kwargs)
+    if limits.max_episode_steps is not None:
+        kwargs["max_episode_steps"] = limits.max_episode_steps
+
+    def build(vector_kwargs: dict[str, Any]) -> AnyVectorEnv:
+        return gymnasium.make_vec(
+            env_id,
+            num_envs=num_envs,
+            vectorization_mode=config.vectorization,
+            vector_kwargs=vector_kwargs,
+            wrappers=_row_wrappers(config, limits),
+            **kwargs,
+        )
+
+    return _vectorise(build, config)
+
+
+def _from_factory(reference: str, config: EnvConfig, mode: Mode, num_envs: int) -> AnyVectorEnv:
+    factory = import_object(reference)
+    limits = config.of_mode(mode)
+    if "num_envs" in inspect.signature(factory).parameters:
+        for key in ("ignore_terminations", "max_episode_steps"):
+            if getattr(limits, key):
+                raise ConfigError(
+                    f"env.{mode}.{key} needs single envs, but {reference} makes a ready VectorEnv; "
+                    "do it in the factory"
+                )
+        ready = factory(num_envs=num_envs, **config.kwargs)
+        if not isinstance(ready, VectorEnv) or ready.num_envs != num_envs:
+            raise ConfigError(
+                f"{reference} returned {ready}, expected a VectorEnv with num_envs={num_envs}"
+            )
+        return ready
+
+    one = functools.partial(_one_env, reference, config, limits)
+    vectorizer = SyncVectorEnv if config.vectorization == "sync" else AsyncVectorEnv
+    return _vectorise(lambda kwargs: vectorizer([one] * num_envs, **kwargs), config)
+
+
+def _one_env(reference: str, config: EnvConfig, limits: EnvModeConfig) -> wrappers.Env:
+    env: wrappers.Env = import_object(reference)(**config.kwargs)
+    if not isinstance(env, gymnasium.Env):
+        raise ConfigError(
+            f"{reference} returned a {type(env).__name__}, expected a gymnasium.Env "
+            "(a factory of a VectorEnv takes num_envs)"
+        )
+    if limits.max_episode_steps is not None:
+        env = gymnasium.wrappers.TimeLimit(env, limits.max_episode_steps)
+    for wrap in _row_wrappers(config, limits):
+        env = wrap(env)
+    return env
+
+
+def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable[[Any], Any]]:
+    chosen: list[Callable[[Any], Any]] = []
+    if limits.ignore_terminations:
+        chosen.append(wrappers.IgnoreTerminations)
+    if config.autoreset_mode == "same_step":
+        chosen.append(wrappers.KeepFinalObservation)
+    if config.vectorization == "async":
+        chosen.append(wrappers.PortableErrors)
+    return chosen
+
+
+def _vectorise(build: Callable[[dict[str, Any]], AnyVectorEnv], config: EnvConfig) -> AnyVectorEnv:
+    kwargs: dict[str, Any] = {"autoreset_mode": AutoresetMode[config.autoreset_mode.upper()]}
+    vector_env = build(kwargs)
+    if config.vectorization == "async" and has_text(vector_env.single_observation_space):
+        # AsyncVectorEnv reads text from its shared memory once, and shows that text for ever.
+        vector_env.close()
+        vector_env = build({**kwargs, "shared_memory": False})
+    return vector_env
+
+
+@contextmanager
+def _errors_named(name: str, what: str, quiet: bool) -> Iterator[None]:
+    """Turn what the simulator `name` raises in `what` into an `EnvironmentFailure`."""
+    try:
+        with warnings.catch_warnings() if quiet else nullcontext():
+            if quiet:
+                # AsyncVectorEnv also warns of the error that it raises.
+                warnings.filterwarnings("ignore", ".*(Received the following|Traceback|Raising the)")
+            yield
+    except ZmqrlError:
+        raise
+    except gymnasium.error.UnregisteredEnv as error:
+        raise EnvironmentFailure(f"there is no simulator {name}: {error}") from error
+    except wrappers.SubEnvError as error:
+        raise EnvironmentFailure(f"{name} failed in {what}: {error}") from error
+    except Exception as error:
+        raise EnvironmentFailure(f"{name} failed in {what}: {type(error).__name__}: {error}") from error
+
+
+def _silence_notice_about_adroit_hand(name: str) -> None:
+    """Gymnasium-Robotics prints a notice about one of its simulators whichever one is made."""
+    if "AdroitHand" in name:
+        return
+    try:
+        from farama_notifications import notifications  # type: ignore[import-untyped]
+    except ImportError:
+        return
+    notifications.pop("gymnasium_robotics", None)

@@ -1,0 +1,220 @@
+"""Runs an evaluation on this machine: starts all parts, watches them, and sums up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from zmqrl import config as configuration
+from zmqrl.broker.status import StatusClient
+from zmqrl.config import Config
+from zmqrl.errors import ConfigError, RunFailed, StartupFailed
+from zmqrl.runner.launcher import Child, Launcher
+from zmqrl.runner.process import StopSignal
+from zmqrl.telemetry.jsonl import JsonLines
+from zmqrl.telemetry.live import LiveLine
+from zmqrl.telemetry.metrics import EnvView, Metrics, episode_metrics, pool_metrics
+from zmqrl.telemetry.report import Collector
+from zmqrl.telemetry.table import summary
+
+log = logging.getLogger(__name__)
+
+_BROKER = "broker"
+
+
+def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path | None = None) -> None:
+    """Run an evaluation from start to end.
+
+    Args:
+        config: Names the policy and the simulator.
+        console: For the live line and the tables.
+        stop: Ends the run early.
+        json_file: Where to write the metrics, as one flat JSON object.
+
+    Raises:
+        ConfigError: The policy or the simulator is not named.
+        StartupFailed: A part did not come up.
+        RunFailed: The run broke off, or episodes are missing; what there is has been shown and written.
+    """
+    if config.rollout.policy is None:
+        raise ConfigError("rollout.policy is not set: which policy acts? (module:factory)")
+    if config.env.id is None and config.env.factory is None:
+        raise ConfigError("env.id is not set: which simulator? (a Gymnasium id, or env.factory)")
+    began = time.monotonic()
+    folder = Path(config.runner.logger.log_path) / config.runner.logger.experiment_name
+    folder.mkdir(parents=True, exist_ok=True)
+    sockets_folder = Path(tempfile.mkdtemp(prefix="zmqrl-"))  # mode 0700
+    try:
+        config = _with_endpoints(config, sockets_folder)
+        configuration.dump(config, folder / "config.yaml")
+        run = _Evaluation(config, folder / "config.yaml", console, stop)
+        try:
+            run.run()
+        finally:
+            run.close()
+    finally:
+        shutil.rmtree(sockets_folder, ignore_errors=True)
+    metrics: Metrics = {**run.metrics(), "wall_s": time.monotonic() - began}
+    lines = JsonLines(folder / "metrics.jsonl")
+    lines.write(metrics)
+    lines.close()
+    if json_file is not None:
+        json_file.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    console.print(summary(metrics, run.envs, run.status, config.rollout_workers))
+    console.print(f"[dim]written to {folder}[/dim]")
+    run.raise_if_incomplete()
+
+
+def _with_endpoints(config: Config, folder: Path) -> Config:
+    """The same configuration, with local endpoints where it names none."""
+    broker = config.broker.model_copy(
+        update={
+            "frontend": config.broker.frontend or f"ipc://{folder}/frontend",
+            "backend": config.broker.backend or f"ipc://{folder}/backend",
+        }
+    )
+    runner = config.runner.model_copy(
+        update={"report": config.runner.report or f"ipc://{folder}/report"}
+    )
+    return config.model_copy(update={"broker": broker, "runner": runner})
+
+
+class _Evaluation:
+    """The processes of one evaluation, and what is known of them."""
+
+    def __init__(self, config: Config, config_file: Path, console: Console, stop: StopSignal) -> None:
+        assert config.runner.report is not None and config.broker.frontend is not None
+        self.status: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self._config = config
+        self._config_file = config_file
+        self._stop = stop
+        per_env = config.env.eval.rollout_epoch
+        self.envs = [
+            EnvView(f"eval-{rank}", config.envs_of("eval", rank) * per_env)
+            for rank in range(config.env_workers)
+        ]
+        self._live = LiveLine(console, sum(env.expected_episodes for env in self.envs))
+        self._collector = Collector(config.runner.report)
+        self._broker = StatusClient(config.broker.frontend)
+        self._launcher = Launcher(self._live.say)
+        self._began = time.monotonic()
+
+    def run(self) -> None:
+        """Start everything and watch until every env worker has ended."""
+        self._start()
+        while not all(env.ended() for env in self.envs):
+            if self._stop():
+                self.problems.append(f"stopped by {self._stop.reason}")
+                break
+            self._collect(0.2)
+            for child in self._launcher.exits():
+                self._exited(child)
+            self._look_at_the_clock()
+            self._live.update(self.envs)
+        # The env workers have said goodbye by now, so the counters are final.
+        self._launcher.stop([env.name for env in self.envs])
+        self.status = self._broker.ask() or self.status
+        self._collect(0.0)
+
+    def close(self) -> None:
+        """End all processes and free what this one holds."""
+        self._live.close()
+        self._launcher.close()
+        self._broker.close()
+        self._collector.close()
+
+    def metrics(self) -> Metrics:
+        """All metrics of the run."""
+        return {
+            **episode_metrics(self.envs),
+            **pool_metrics(self.envs, self.status, self._config.rollout_workers),
+            "missing": ", ".join(env.name for env in self.envs if env.missing()),
+        }
+
+    def raise_if_incomplete(self) -> None:
+        """End in an error if episodes are missing.
+
+        Raises:
+            RunFailed: Naming who is missing, and why.
+        """
+        missing = [env for env in self.envs if env.missing()]
+        if not missing and not self._stop():
+            return
+        whose = ", ".join(f"{env.name} ({env.missing()})" for env in missing)
+        why = "; ".join(self.problems) or "for no known reason"
+        raise RunFailed(f"{sum(e.missing() for e in missing)} episodes are missing, of {whose}: {why}")
+
+    def _start(self) -> None:
+        common = ["--config", str(self._config_file)]
+        self._launcher.start(_BROKER, ["start-broker", *common])
+        for rank in range(self._config.rollout_workers):
+            self._launcher.start(
+                f"rollout-{rank}", ["start-rollout-worker", *common, "--rank", str(rank)]
+            )
+        for rank, env in enumerate(self.envs):
+            self._launcher.start(
+                env.name, ["start-env-worker", *common, "--rank", str(rank), "--mode", "eval"]
+            )
+
+    def _collect(self, timeout: float) -> None:
+        for report in self._collector.collect(timeout):
+            if report.rank < len(self.envs):
+                self.envs[report.rank].take(report, time.monotonic())
+
+    def _exited(self, child: Child) -> None:
+        """A process has ended: go on, give up on its episodes, or give up."""
+        self._collect(0.0)  # its last report may be here
+        env = next((env for env in self.envs if env.name == child.name), None)
+        if env is not None and env.ended():
+            return
+        self.problems.append(child.cause())
+        if env is not None:
+            if env.report is None and child.process.returncode > 0:
+                raise StartupFailed(child.cause())
+            env.gave_up = child.cause()
+            log.warning("%s; the others go on", child.cause())
+        elif child.name == _BROKER:
+            raise StartupFailed(child.cause()) if not self._stepping() else RunFailed(child.cause())
+        elif not self._stepping() and child.process.returncode > 0:
+            raise StartupFailed(child.cause())
+        elif not any(other.name.startswith("rollout-") for other in self._launcher.running()):
+            raise RunFailed(f"no rollout worker is left: {'; '.join(self.problems)}")
+        else:
+            log.warning("%s; the others take over its requests", child.cause())
+
+    def _look_at_the_clock(self) -> None:
+        """Give up on what does not come up, or has stopped to move."""
+        now = time.monotonic()
+        deadline = self._began + self._config.runner.startup_timeout_s
+        for env in self.envs:
+            if env.ended():
+                continue
+            if env.report is None and now >= deadline:
+                self._give_up(env, f"did not come up within {self._config.runner.startup_timeout_s:g} s")
+            elif env.report is not None and now >= env.heard + self._config.runner.stall_timeout_s:
+                self._give_up(env, f"was silent for {self._config.runner.stall_timeout_s:g} s in a step")
+        if not self._stepping() and now >= deadline:
+            idle = self._broker.ask() or {}
+            workers = len(idle.get("workers", []))
+            raise StartupFailed(
+                f"nothing was stepped within runner.startup_timeout_s "
+                f"({self._config.runner.startup_timeout_s:g} s); {workers} of "
+                f"{self._config.rollout_workers} rollout workers are connected"
+            )
+
+    def _give_up(self, env: EnvView, why: str) -> None:
+        env.gave_up = why
+        self.problems.append(f"{env.name} {why}")
+        log.warning("%s %s; it is ended, the others go on", env.name, why)
+        self._launcher.kill(env.name)
+
+    def _stepping(self) -> bool:
+        return any(env.report is not None and env.report.ended is not None for env in self.envs)

@@ -1,0 +1,149 @@
+"""Starts the processes of a run on this machine, and sees to it that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from zmqrl.runner.process import DEATH_PIPE
+
+_GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """A process that the launcher started."""
+
+    name: str
+    process: subprocess.Popen[str]
+    pipe: int
+    """Our end of its death pipe."""
+    reader: threading.Thread = field(default_factory=threading.Thread)
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+    reported: bool = False
+
+    def cause(self) -> str:
+        """How it ended, and its last word."""
+        code = self.process.returncode
+        if code is None:
+            return f"{self.name} is running"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        words = [line for line in self.last_lines if line.strip()]
+        return f"{self.name} {how}" + (f": {words[-1].strip()}" if code > 0 and words else "")
+
+
+class Launcher:
+    """Starts `zmqrl` subcommands as processes of their own, each in a process group of its own.
+
+    Args:
+        on_line: Called, from a thread for each child, with its name and a line of its output.
+    """
+
+    def __init__(self, on_line: Callable[[str, str], None]) -> None:
+        self.children: dict[str, Child] = {}
+        self._on_line = on_line
+
+    def start(self, name: str, arguments: Sequence[str]) -> None:
+        """Start `zmqrl ARGUMENTS …` under `name`.
+
+        Its standard input is empty: a simulator that asks a question gets an end of file.
+        """
+        theirs, ours = os.pipe()
+        os.set_inheritable(theirs, True)
+        # One thread a process: N processes of as many threads as there are cores slow each other down.
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+        environment[DEATH_PIPE] = str(theirs)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "zmqrl", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
+        finally:
+            os.close(theirs)
+        child = Child(name, process, ours)
+        child.reader = threading.Thread(target=self._read, args=(child,), daemon=True)
+        self.children[name] = child
+        child.reader.start()
+
+    def exits(self) -> list[Child]:
+        """The children that have ended since the last call."""
+        ended = []
+        for child in self.children.values():
+            if not child.reported and child.process.poll() is not None:
+                child.reported = True
+                child.reader.join(1.0)  # its last words explain why
+                ended.append(child)
+        return ended
+
+    def running(self) -> list[Child]:
+        """The children that have not ended."""
+        return [child for child in self.children.values() if child.process.poll() is None]
+
+    def kill(self, name: str) -> None:
+        """End one child and its children at once."""
+        _signal_group(self.children[name].process, signal.SIGKILL)
+
+    def stop(self, names: Sequence[str] | None = None) -> None:
+        """End the children: SIGTERM, and SIGKILL to what is left after the grace.
+
+        Args:
+            names: Which; None for all.
+        """
+        chosen = [self.children[name] for name in (self.children if names is None else names)]
+        for child in chosen:
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + _GRACE
+        for child in chosen:
+            try:
+                child.process.wait(max(0.01, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+            # Also after a clean exit: its own children may be left in the group.
+            _signal_group(child.process, signal.SIGKILL)
+            child.process.wait()
+            child.reader.join(1.0)
+
+    def close(self) -> None:
+        """Stop all children and free what they held."""
+        self.stop()
+        for child in self.children.values():
+            os.close(child.pipe)
+            if child.process.stdout is not None and not child.reader.is_alive():
+                child.process.stdout.close()
+        self.children.clear()
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _read(self, child: Child) -> None:
+        assert child.process.stdout is not None
+        for line in child.process.stdout:
+            child.last_lines.append(line.rstrip("\n"))
+            self._on_line(child.name, line.rstrip("\n"))
+
+
+def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    # The child leads a session of its own, so its pid names its group, which outlives it.
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass

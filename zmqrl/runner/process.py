@@ -1,0 +1,80 @@
+"""What every process of a pool does first: heed signals, log, and not outlive its launcher."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+DEATH_PIPE = "ZMQRL_DEATH_PIPE"
+"""Environment variable with the file descriptor that `tie_to_launcher` watches."""
+
+
+class StopSignal:
+    """Becomes set at the first SIGTERM or SIGINT; the second SIGINT interrupts whatever runs.
+
+    Calling it tells whether it is set, so that it can be passed as `stopping`.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """The name of the signal that came; None before."""
+
+    def install(self) -> StopSignal:
+        """Catch the two signals in this process; call it from the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+        return self
+
+    def __call__(self) -> bool:
+        """Whether this process should end."""
+        return self.reason is not None
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, but no longer than until the signal comes."""
+        until = time.monotonic() + seconds
+        while self.reason is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, 0.1))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.reason is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+
+
+def tie_to_launcher() -> None:
+    """Let the kernel kill this process and its children when the launcher dies, however it dies.
+
+    The launcher holds the other end of a pipe. When that closes, the kernel itself sends SIGKILL to the
+    process group: no thread is needed, so neither a held GIL nor a simulator stuck in C delays it.
+    """
+    descriptor = os.environ.pop(DEATH_PIPE, None)
+    if descriptor is None:
+        return
+    pipe = int(descriptor)
+    os.set_inheritable(pipe, False)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if os.getppid() == 1 or _is_closed(pipe):  # it died before we were ready
+        os.killpg(0, signal.SIGKILL)
+
+
+def _is_closed(pipe: int) -> bool:
+    os.set_blocking(pipe, False)
+    try:
+        return os.read(pipe, 1) == b""
+    except BlockingIOError:
+        return False
+
+
+def log_to_stderr() -> None:
+    """Send log lines to standard error, as they are: the launcher adds who said it."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")

@@ -1,0 +1,146 @@
+"""The names of all metrics, and how they follow from what the parts report.
+
+Names that RLinf has are kept. Seconds and means are per call unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from zmqrl.telemetry.report import EnvTotals, Episode, Report
+
+Metrics = dict[str, "float | int | str | None"]
+
+_SATURATED = 0.7
+"""Busy share of the rollout workers from which waiting in the queue is their doing."""
+
+
+@dataclass(slots=True)
+class EnvView:
+    """What the runner knows of one env worker: its latest totals, and all its episodes."""
+
+    name: str
+    expected_episodes: int
+    report: Report | None = None
+    episodes: list[Episode] = field(default_factory=list)
+    heard: float = 0.0
+    """`time.monotonic()` of its last report."""
+    gave_up: str | None = None
+    """Why no more is expected of it."""
+
+    def take(self, report: Report, now: float) -> None:
+        """Add a report."""
+        self.report, self.heard = report, now
+        self.episodes.extend(report.episodes)
+
+    def ended(self) -> bool:
+        """Whether nothing more is expected."""
+        return self.gave_up is not None or (self.report is not None and self.report.finished)
+
+    def missing(self) -> int:
+        """Episodes that it owes."""
+        return max(0, self.expected_episodes - len(self.episodes))
+
+
+def span(envs: Sequence[EnvView]) -> float:
+    """Seconds from the first request to the last step; 0 before."""
+    reports = [env.report for env in envs if env.report is not None]
+    began = [r.began for r in reports if r.began is not None]
+    ended = [r.ended for r in reports if r.ended is not None]
+    return max(ended) - min(began) if began and ended else 0.0
+
+
+def summed(envs: Sequence[EnvView]) -> EnvTotals:
+    """The totals of all env workers together."""
+    totals = EnvTotals()
+    for env in envs:
+        if env.report is not None:
+            for f in fields(EnvTotals):
+                value = getattr(totals, f.name) + getattr(env.report.totals, f.name)
+                setattr(totals, f.name, value)
+    return totals
+
+
+def episode_metrics(envs: Sequence[EnvView]) -> Metrics:
+    """`eval/*`: means over all counted episodes; a success rate only if the simulator reports one."""
+    episodes = [episode for env in envs for episode in env.episodes]
+    metrics: Metrics = {
+        "eval/num_trajectories": len(episodes),
+        "eval/missing_trajectories": sum(env.missing() for env in envs),
+    }
+    if not episodes:
+        return metrics
+    metrics["eval/return"] = float(np.mean([e.total_return for e in episodes]))
+    metrics["eval/episode_len"] = float(np.mean([e.length for e in episodes]))
+    steps = sum(e.length for e in episodes)
+    metrics["eval/reward"] = sum(e.total_return for e in episodes) / max(1, steps)
+    judged = [e for e in episodes if e.success_once is not None]
+    if judged:
+        once = float(np.mean([bool(e.success_once) for e in judged]))
+        metrics["eval/success_once"] = once
+        metrics["eval/success_at_end"] = float(np.mean([bool(e.success_at_end) for e in judged]))
+        metrics["eval/fail_once"] = 1.0 - once
+    return metrics
+
+
+def pool_metrics(envs: Sequence[EnvView], status: dict[str, Any], rollout_workers: int) -> Metrics:
+    """`broker/*`, `rollout/*`, `time/*`, `env/time/*`, and what limits the run.
+
+    Args:
+        envs: All env workers.
+        status: Of the broker, see `Broker.status`.
+        rollout_workers: How many there are.
+    """
+    counters = status.get("counters", {})
+    totals, seconds = summed(envs), span(envs)
+    batches = max(1, counters.get("batches", 0))
+    predict_s = sum(worker["predict_s"] for worker in status.get("totals", {}).values())
+    busy = predict_s / (seconds * rollout_workers) if seconds else 0.0
+    requests = max(1, totals.requests)
+    metrics: Metrics = {
+        "env_steps": totals.env_steps,
+        "env_steps_per_s": totals.env_steps / seconds if seconds else 0.0,
+        "broker/requests": counters.get("requests", 0),
+        "broker/answered": counters.get("answered", 0),
+        "broker/errors": counters.get("errors", 0),
+        "broker/cancelled": counters.get("cancelled", 0),
+        "broker/requeued": counters.get("requeued", 0),
+        "broker/dropped": counters.get("dropped", 0),
+        "broker/malformed": counters.get("malformed", 0),
+        "rollout/mean_shards_per_batch": counters.get("shards", 0) / batches,
+        "rollout/mean_rows_per_batch": counters.get("rows", 0) / batches,
+        "rollout/busy": min(1.0, busy),
+        "time/env/step": (totals.step_s + totals.delay_s) / max(1, totals.shard_steps),
+        "time/env/reset": totals.reset_s / max(1, totals.resets),
+        "time/env/wait": totals.wait_s / requests,
+        "time/broker/queue": totals.queue_s / requests,
+        "time/rollout/predict": totals.predict_s / requests,
+        "bottleneck": bottleneck(totals, busy),
+    }
+    delays = [env.report.delays for env in envs if env.report is not None and env.report.delays]
+    if delays:
+        for name, combine in (("average", np.mean), ("median", np.median), ("max", max), ("min", min)):
+            metrics[f"env/time/{name}_delay"] = float(combine([delay[name] for delay in delays]))
+    return metrics
+
+
+def bottleneck(totals: EnvTotals, busy: float) -> str:
+    """What an env worker's time is spent on, in a word.
+
+    Args:
+        totals: Over all env workers.
+        busy: The share of the rollout workers' time that is spent in the policy.
+
+    Returns:
+        `env`: mostly in the simulator. `rollout`: mostly waiting, and the rollout workers are busy.
+        `queue`: mostly waiting, although they are not: at a barrier, for a batch to fill, or on the way.
+    """
+    env_s = totals.step_s + totals.reset_s + totals.delay_s
+    if env_s >= totals.wait_s:
+        return "env"
+    computing = totals.predict_s >= totals.wait_s - totals.predict_s
+    return "rollout" if busy >= _SATURATED or computing else "queue"

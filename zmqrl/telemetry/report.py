@@ -1,0 +1,169 @@
+"""How env workers tell the runner what they have done."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+
+import zmq
+
+from zmqrl.errors import DecodeError
+from zmqrl.transport import sockets
+from zmqrl.transport.codec import decode_meta, encode_meta
+
+_EVERY = 0.5
+"""Seconds between two reports of one env worker."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """One finished episode of one env."""
+
+    env: int
+    """Index over all env workers."""
+    number: int
+    """From 0, for each env."""
+    total_return: float
+    length: int
+    """Steps."""
+    success_once: bool | None
+    """Whether some step was a success; None if the simulator reports none."""
+    success_at_end: bool | None
+
+
+@dataclass(slots=True)
+class EnvTotals:
+    """What one env worker has done since it started; seconds are summed."""
+
+    shard_steps: int = 0
+    """Calls of the vector env's step."""
+    env_steps: int = 0
+    """Transitions: rows stepped, without reset rows."""
+    resets: int = 0
+    """Reset calls of the vector env."""
+    step_s: float = 0.0
+    reset_s: float = 0.0
+    delay_s: float = 0.0
+    """Emulated delay (`env.delay_sampler`)."""
+    requests: int = 0
+    """Replies received."""
+    wait_s: float = 0.0
+    """From sending a request to having its reply; includes the next three."""
+    queue_s: float = 0.0
+    predict_s: float = 0.0
+    retries: int = 0
+
+
+@dataclass(slots=True)
+class Report:
+    """A message of an env worker: totals so far, and the episodes since the last one."""
+
+    name: str
+    rank: int
+    began: float | None = None
+    """`time.monotonic()` at its first request; None before."""
+    ended: float | None = None
+    """The same at its last step; None before the first."""
+    finished: bool = False
+    totals: EnvTotals = field(default_factory=EnvTotals)
+    delays: dict[str, float] = field(default_factory=dict)
+    """Average, median, max and min of the emulated delays, in seconds."""
+    episodes: list[Episode] = field(default_factory=list)
+
+    def pack(self) -> bytes:
+        """As msgpack."""
+        return encode_meta(asdict(self))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Report:
+        """Read what `pack` made.
+
+        Raises:
+            DecodeError: It is no report.
+        """
+        tree = decode_meta(data)
+        try:
+            tree["totals"] = EnvTotals(**tree["totals"])
+            tree["episodes"] = [Episode(**episode) for episode in tree["episodes"]]
+            return cls(**tree)
+        except (TypeError, KeyError) as error:
+            raise DecodeError(f"not a report: {error}") from None
+
+
+class Reporter:
+    """Sends reports; without an endpoint it only keeps the episodes.
+
+    Args:
+        endpoint: Where the runner listens; None if there is no runner.
+    """
+
+    def __init__(self, endpoint: str | None) -> None:
+        self.episodes: list[Episode] = []
+        """All episodes, for the env worker's own summary."""
+        self._unsent: list[Episode] = []
+        self._sent = float("-inf")
+        self._socket: zmq.Socket[bytes] | None = None
+        if endpoint is not None:
+            sockets.check_endpoint(endpoint)
+            self._socket = zmq.Context.instance().socket(zmq.PUSH)
+            self._socket.setsockopt(zmq.LINGER, 2000)
+            self._socket.connect(endpoint)
+
+    def add(self, episode: Episode) -> None:
+        """Note a finished episode for the next report."""
+        self.episodes.append(episode)
+        self._unsent.append(episode)
+
+    def due(self) -> bool:
+        """Whether the last report is half a second old."""
+        return self._socket is not None and time.monotonic() >= self._sent + _EVERY
+
+    def send(self, report: Report) -> None:
+        """Send `report`, which has no episodes yet, with those that were not sent before."""
+        if self._socket is None:
+            return
+        report.episodes, self._unsent = self._unsent, []
+        try:
+            self._socket.send(report.pack(), sockets.NOBLOCK)
+            self._sent = time.monotonic()
+        except zmq.Again:
+            self._unsent = report.episodes
+        report.episodes = []
+
+    def close(self) -> None:
+        """Close the socket; what was sent is still delivered, for up to 2 s."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+class Collector:
+    """Receives the reports of all env workers.
+
+    Args:
+        endpoint: Where to listen.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+
+    def collect(self, timeout: float) -> list[Report]:
+        """What has arrived.
+
+        Args:
+            timeout: Seconds to wait for the first one.
+        """
+        reports = []
+        self._socket.poll(int(timeout * 1000))
+        while True:
+            try:
+                reports.append(Report.unpack(self._socket.recv(sockets.NOBLOCK)))
+            except zmq.Again:
+                return reports
+            except DecodeError:
+                continue
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()

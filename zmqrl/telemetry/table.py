@@ -1,0 +1,130 @@
+"""What a person sees: the tables at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zmqrl.telemetry.metrics import EnvView, Metrics, span, summed
+
+
+def summary(
+    metrics: Metrics, envs: Sequence[EnvView], status: dict[str, Any], rollout_workers: int
+) -> RenderableType:
+    """The tables of an evaluation: results, each part, the time split, and what limits the run."""
+    return Group(
+        _results(metrics),
+        _time_split(envs),
+        _rollout_table(envs, status),
+        _env_table(envs),
+        _limit(metrics, envs),
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _number(metrics: Metrics, key: str, form: str = "{:.3f}") -> str:
+    value = metrics.get(key)
+    return "-" if value is None else form.format(value)
+
+
+def _results(metrics: Metrics) -> Table:
+    table = _table("Evaluation", "metric", "value")
+    rows = [
+        ("episodes", "eval/num_trajectories", "{:,}"),
+        ("success at any step", "eval/success_once", "{:.1%}"),
+        ("success at the end", "eval/success_at_end", "{:.1%}"),
+        ("return, mean", "eval/return", "{:.3f}"),
+        ("episode length, mean", "eval/episode_len", "{:.1f}"),
+        ("env steps", "env_steps", "{:,}"),
+        ("env steps/s", "env_steps_per_s", "{:,.0f}"),
+        ("shards a batch, mean", "rollout/mean_shards_per_batch", "{:.2f}"),
+        ("rows a batch, mean", "rollout/mean_rows_per_batch", "{:.2f}"),
+        ("requests", "broker/requests", "{:,}"),
+        ("  answered", "broker/answered", "{:,}"),
+        ("  run again", "broker/requeued", "{:,}"),
+    ]
+    for label, key, form in rows:
+        if key in metrics:
+            table.add_row(label, _number(metrics, key, form))
+    return table
+
+
+def _time_split(envs: Sequence[EnvView]) -> Table:
+    totals = summed(envs)
+    on_the_way = max(0.0, totals.wait_s - totals.queue_s - totals.predict_s)
+    parts = [
+        ("env: step, reset and delay", totals.step_s + totals.reset_s + totals.delay_s),
+        ("queue: waiting for a rollout worker", totals.queue_s),
+        ("inference: the policy's batch", totals.predict_s),
+        ("transport: all the rest of the wait", on_the_way),
+    ]
+    whole = sum(seconds for _, seconds in parts) or 1.0
+    table = _table("Where an env worker's time goes", "part", "share", "ms a step")
+    for label, seconds in parts:
+        per_step = 1000 * seconds / max(1, totals.shard_steps)
+        table.add_row(label, f"{seconds / whole:.1%}", f"{per_step:.2f}")
+    return table
+
+
+def _rollout_table(envs: Sequence[EnvView], status: dict[str, Any]) -> Table:
+    seconds = span(envs)
+    connected = {worker["name"] for worker in status.get("workers", [])}
+    table = _table(
+        "Rollout workers", "worker", "batches", "shards/batch", "rows/batch", "ms/batch", "busy"
+    )
+    for name, totals in sorted(status.get("totals", {}).items()):
+        batches = max(1, totals["batches"])
+        table.add_row(
+            name if name in connected else f"{name} (lost)",
+            f"{totals['batches']:,}",
+            f"{totals['shards'] / batches:.2f}",
+            f"{totals['rows'] / batches:.2f}",
+            f"{1000 * totals['predict_s'] / batches:.2f}",
+            f"{totals['predict_s'] / seconds:.0%}" if seconds else "-",
+        )
+    return table
+
+
+def _env_table(envs: Sequence[EnvView]) -> Table:
+    table = _table(
+        "Env workers", "worker", "episodes", "env steps", "ms a step", "ms waiting", "delay ms (max)"
+    )
+    for env in envs:
+        label = env.name if env.gave_up is None else f"{env.name} (missing {env.missing()})"
+        report = env.report
+        if report is None:
+            table.add_row(label, "0", "-", "-", "-", "-")
+            continue
+        totals = report.totals
+        steps = max(1, totals.shard_steps)
+        table.add_row(
+            label,
+            str(len(env.episodes)),
+            f"{totals.env_steps:,}",
+            f"{1000 * (totals.step_s + totals.delay_s) / steps:.1f}",
+            f"{1000 * totals.wait_s / max(1, totals.requests):.1f}",
+            f"{1000 * report.delays.get('max', 0.0):.0f}",
+        )
+    return table
+
+
+_MEANING = {
+    "env": "env workers spend most of their time in the simulator; more env workers would help",
+    "rollout": "env workers wait for busy rollout workers; more of them, or a faster policy, would help",
+    "queue": "env workers wait although rollout workers are idle; see enable_decoupled_mode, max_wait_ms",
+}
+
+
+def _limit(metrics: Metrics, envs: Sequence[EnvView]) -> Text:
+    limit = str(metrics.get("bottleneck"))
+    return Text.assemble(("Limited by ", "bold"), (limit, "bold cyan"), f": {_MEANING.get(limit, '')}.")
