@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"this command needs more than the client: pip install 'zmqrl[env]' ({error})", 2)
     tie_to_launcher()
     log_to_stderr()
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     command: Callable[[argparse.Namespace], int] = options.run
     try:
         return command(options)
@@ -46,6 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 1)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; overrides may stand before, between and after the options."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    for word in rest:
+        if word.startswith("-") or "=" not in word:
+            parser.error(f"unrecognized argument: {word}")
+    options.overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -132,8 +143,8 @@ def _start_rollout_worker(options: argparse.Namespace) -> int:
         raise ConfigError("no policy is named: give --policy module:factory, or set rollout.policy")
     _check_rank(options.rank, loaded.rollout_workers, "rollout")
     stop = StopSignal().install()
-    _limit_torch_threads(rollout.torch_threads)
     policy = load_policy(rollout.policy, rollout.policy_kwargs, rollout.device)
+    threads = _limit_torch_threads(rollout.torch_threads)
     named = f"rollout-{os.getpid() if options.rank is None else options.rank}"
     worker = RolloutWorker(
         policy,
@@ -145,8 +156,8 @@ def _start_rollout_worker(options: argparse.Namespace) -> int:
         heartbeat_s=loaded.broker.heartbeat_timeout_s,
     )
     device = getattr(policy, "device", None)
-    where = f" on {device}, {rollout.torch_threads} torch thread(s)" if device is not None else ""
-    log.info("%s is loaded%s", rollout.policy, where)
+    where = f" on {device}" if device is not None else ""
+    log.info("%s is loaded%s%s", rollout.policy, where, threads)
     worker.run(stop)
     return 0
 
@@ -198,12 +209,13 @@ def _check_rank(rank: int | None, count: int, component: str) -> None:
         )
 
 
-def _limit_torch_threads(threads: int) -> None:
-    try:
-        import torch
-    except ImportError:
-        return  # a policy that needs no torch is none the worse
+def _limit_torch_threads(threads: int) -> str:
+    """Bound torch's threads, if the policy brought torch; many processes share the cores."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
     torch.set_num_threads(threads)
+    return f", {threads} torch thread{'s' if threads > 1 else ''}"
 
 
 def _show_cause(error: BaseException) -> None:

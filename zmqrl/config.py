@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from zmqrl.errors import ConfigError
+from zmqrl.errors import ConfigError, EndpointError
+from zmqrl.transport.sockets import check_endpoint
 
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -25,6 +26,15 @@ class Section(BaseModel):
     """A part of the configuration; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _checked_endpoint(value: str | None) -> str | None:
+    if value is not None:
+        try:
+            check_endpoint(value)
+        except EndpointError as error:
+            raise ValueError(str(error)) from None
+    return value
 
 
 class StallConfig(Section):
@@ -151,6 +161,11 @@ class BrokerConfig(Section):
     max_message_mb: int = Field(256, ge=1, le=4095)
     heartbeat_timeout_s: float = Field(5.0, ge=0.5, le=600)
 
+    @field_validator("frontend", "backend")
+    @classmethod
+    def _is_endpoint(cls, value: str | None) -> str | None:
+        return _checked_endpoint(value)
+
 
 class LoggerConfig(Section):
     """Where a run writes its files."""
@@ -167,6 +182,11 @@ class RunnerConfig(Section):
     startup_timeout_s: PositiveSeconds = 120.0
     stall_timeout_s: PositiveSeconds = 120.0
     report: str | None = Field(None, description="where env workers report; null: local ipc")
+
+    @field_validator("report")
+    @classmethod
+    def _is_endpoint(cls, value: str | None) -> str | None:
+        return _checked_endpoint(value)
 
 
 class PlacementConfig(Section):

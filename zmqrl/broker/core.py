@@ -23,7 +23,7 @@ Every message ends up in `to_clients` or `to_workers` for the server to send.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zmqrl.broker.records import (
@@ -68,7 +68,7 @@ class Options:
     """How a broker behaves."""
 
     decoupled: bool = True
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     attempt_timeout: float = 60.0
     """Seconds that a worker may hold a batch."""
     max_open: int = 100_000
@@ -502,7 +502,7 @@ class Broker:
         """Where a request is, for its client to read."""
         waited = self._now - request.arrived
         workers = len(self.peers.workers)
-        text = f"{request.state.value}, {waited:.1f} s after it arrived; {workers} rollout workers connected"
+        text = f"{request.state.value} for {waited:.1f} s, {workers} rollout workers connected"
         return "; ".join([text, *request.history])
 
     # -- Words

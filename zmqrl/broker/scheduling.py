@@ -183,7 +183,7 @@ class FixedRanks:
     def _open_barrier(
         self, key: tuple[bool, int], worker: Worker, waiting: list[Request]
     ) -> list[Request]:
-        """The oldest request of each env of the group, once all have one; then they need not wait again."""
+        """The oldest request of each env of the group, once all have one."""
         is_eval, stage = key
         homes = self._homes()
         first: dict[bytes, Request] = {}
@@ -194,7 +194,7 @@ class FixedRanks:
             if bound and client.peer not in first:
                 return []
         for request in first.values():
-            request.released = True
+            request.released = True  # what this batch has no room for need not wait for all again
         return list(first.values())
 
     def _homes(self) -> dict[bytes, Worker | None]:

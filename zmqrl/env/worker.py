@@ -191,7 +191,7 @@ class EnvWorker:
         result = pending.result()
         if "actions" not in result:
             raise RunFailed(
-                f"the policy's reply has no 'actions'; it has {', '.join(map(repr, result)) or 'nothing'}"
+                f"the policy's reply has no 'actions'; it has {', '.join(result) or 'nothing'}"
             )
         return result["actions"]
 

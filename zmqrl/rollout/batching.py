@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def merge(trees: Sequence[Any]) -> Any:
         if any(tree.keys() != first.keys() for tree in trees):
             raise KeyError("the keys differ")
         return {key: merge([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, np.ndarray) and first.ndim:
+    if isinstance(first, np.ndarray) and any(tree.ndim for tree in trees):
         return np.concatenate(trees)
     if isinstance(first, list):
         if all(is_row_list(tree) for tree in trees):
@@ -50,7 +51,7 @@ def split(tree: Any, rows: Sequence[int]) -> list[Any]:
         rows: Rows of each part.
     """
     bounds = np.cumsum([0, *rows])
-    return [select(tree, slice(int(a), int(b))) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [select(tree, slice(int(a), int(b))) for a, b in pairwise(bounds)]
 
 
 def select(tree: Any, rows: slice | np.ndarray) -> Any:

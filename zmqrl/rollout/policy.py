@@ -19,7 +19,7 @@ class Policy(Protocol):
     """Answers batches of observations. The rollout worker's loop, in short:
 
         policy.load()                                  # if it has load()
-        policy.infer(policy.example_observation, …)    # if it has one: a warm-up before the first request
+        policy.infer(policy.example_observation, …)    # if it has one, as a warm-up
         while True:
             policy.infer(observation, eval_mask)
 

@@ -90,7 +90,8 @@ class _Evaluation:
     """The processes of one evaluation, and what is known of them."""
 
     def __init__(self, config: Config, config_file: Path, console: Console, stop: StopSignal) -> None:
-        assert config.runner.report is not None and config.broker.frontend is not None
+        assert config.runner.report is not None
+        assert config.broker.frontend is not None
         self.status: dict[str, Any] = {}
         self.problems: list[str] = []
         self._config = config

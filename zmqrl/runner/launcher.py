@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from zmqrl.runner.process import DEATH_PIPE
@@ -110,10 +111,8 @@ class Launcher:
                 child.process.send_signal(signal.SIGTERM)
         until = time.monotonic() + _GRACE
         for child in chosen:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.01, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
             # Also after a clean exit: its own children may be left in the group.
             _signal_group(child.process, signal.SIGKILL)
             child.process.wait()
@@ -143,7 +142,5 @@ class Launcher:
 
 def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
     # The child leads a session of its own, so its pid names its group, which outlives it.
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass

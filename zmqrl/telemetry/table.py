@@ -119,9 +119,9 @@ def _env_table(envs: Sequence[EnvView]) -> Table:
 
 
 _MEANING = {
-    "env": "env workers spend most of their time in the simulator; more env workers would help",
-    "rollout": "env workers wait for busy rollout workers; more of them, or a faster policy, would help",
-    "queue": "env workers wait although rollout workers are idle; see enable_decoupled_mode, max_wait_ms",
+    "env": "env workers spend most of their time in the simulator; more of them would help",
+    "rollout": "env workers wait for busy rollout workers; more of those would help",
+    "queue": "env workers wait although rollout workers have time; see docs/limits.md",
 }
 
 

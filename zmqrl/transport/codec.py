@@ -166,7 +166,8 @@ class _Encoder:
         for key in node:
             if not isinstance(key, str):
                 raise EncodeError(
-                    f"the key {key!r} at {path or 'the top'!r} is a {type(key).__name__}; keys must be str"
+                    f"the key {key!r} at {path or 'the top'!r} is a {type(key).__name__}; "
+                    "keys must be str"
                 )
         # Sorted, so that the order in which a simulator fills its dict does not split a batch.
         packed = {}

@@ -129,7 +129,8 @@ def bound_endpoint(socket: zmq.Socket[bytes]) -> str:
     """The endpoint that a socket bound to port 0 or `*` got."""
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
-    return endpoint.rstrip(b"\0").decode()
+    # An IPv6 socket tells an IPv4 address in a form that only IPv6 sockets can connect to.
+    return re.sub(r"\[::ffff:([0-9.]+)\]", r"\1", endpoint.rstrip(b"\0").decode())
 
 
 def runtime_folder() -> str:

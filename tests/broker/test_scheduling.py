@@ -1,0 +1,531 @@
+import pytest
+from driver import STEP, Pool
+
+# -- Decoupled mode: the shared queue
+
+
+def test_the_oldest_requests_go_first_whoever_sent_them():
+    pool = Pool(queue_size=3)
+    a, b = pool.client("a"), pool.client("b")
+    for client in (b, a, a, b, a):
+        client.ask()
+        pool.turn(STEP)
+    worker = pool.worker("w")
+    pool.turn()
+    worker.answer()
+    pool.turn()
+    assert worker.who == [["b1", "a1", "a2"], ["b2", "a3"]]
+
+
+@pytest.mark.parametrize(
+    ("queue_size", "clients", "workers", "sizes"),
+    [
+        (1, 4, 1, [1]),
+        (3, 4, 2, [3, 1]),
+        (9, 4, 2, [4]),
+        (0, 8, 2, [4, 4]),
+        (0, 7, 2, [4, 3]),
+        (0, 7, 3, [3, 3, 1]),
+        (0, 4, 4, [1, 1, 1, 1]),
+        (0, 2, 5, [1, 1]),
+        (0, 1, 1, [1]),
+    ],
+)
+def test_a_batch_holds_at_most_the_queue_size_or_the_clients_per_worker(
+    queue_size, clients, workers, sizes
+):
+    pool = Pool(queue_size=queue_size)
+    for number in range(clients):
+        pool.client(f"c{number}").ask()
+    workers = [pool.worker(f"w{number}") for number in range(workers)]
+    pool.turn()
+    assert [len(batch) for worker in workers for batch in worker.batches] == sizes
+
+
+def test_the_automatic_cap_counts_those_who_are_connected_now():
+    pool = Pool(queue_size=0)
+    clients = [pool.client(f"c{number}") for number in range(8)]
+    workers = [pool.worker(f"w{number}") for number in range(4)]
+
+    def sizes():
+        pool.turn()
+        sizes = [len(batch) for worker in workers for batch in worker.batches]
+        for worker in workers:
+            if worker.batches:
+                worker.answer()
+                worker.batches.clear()
+        return sizes
+
+    def ask():
+        for client in clients:
+            client.ask()
+
+    ask()
+    assert sizes() == [2, 2, 2, 2]
+    for worker in workers[2:]:
+        worker.lose()
+    ask()
+    assert sizes() == [4, 4]
+    for client in clients[:4]:
+        client.bye()
+    del clients[:4]
+    ask()
+    assert sizes() == [2, 2]
+
+
+def test_a_stuck_worker_does_not_count_for_the_automatic_cap():
+    pool = Pool(queue_size=0, attempt_timeout=1.0)
+    clients = [pool.client(f"c{number}") for number in range(4)]
+    clients[0].ask()
+    stuck, good = pool.worker("stuck"), pool.worker("good")
+    pool.turn()
+    pool.wait(1.25)
+    good.answer()
+    for client in clients:
+        client.ask()
+    pool.turn()
+    assert len(stuck.batches) == 1
+    assert [len(batch) for batch in good.batches] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "rows", "batches"),
+    [
+        (8, [4, 4, 4], [["c0", "c1"], ["c2"]]),
+        (7, [4, 4, 4], [["c0"], ["c1"], ["c2"]]),
+        (8, [4, 5, 3], [["c0"], ["c1", "c2"]]),
+        (8, [100, 1, 1], [["c0"], ["c1", "c2"]]),
+        (8, [1, 100, 1], [["c0"], ["c1"], ["c2"]]),
+        (0, [1000, 1000, 1000], [["c0", "c1", "c2"]]),
+    ],
+)
+@pytest.mark.parametrize("decoupled", [True, False], ids=["shared", "ranks"])
+def test_a_batch_holds_at_most_max_rows_unless_it_is_one_request(decoupled, max_rows, rows, batches):
+    pool = Pool(queue_size=9, max_rows=max_rows, decoupled=decoupled)
+    for number, count in enumerate(rows):
+        pool.client(f"c{number}", rank=number, world_size=3).ask(rows=count)
+    worker = pool.worker("w", rank=0, world_size=1)
+    for _ in range(len(batches) + 1):
+        pool.turn()
+        worker.answer()
+    assert worker.who == [[f"{name}1" for name in batch] for batch in batches]
+
+
+def test_the_worker_that_is_idle_the_longest_is_served_first():
+    pool = Pool(queue_size=1)
+    client = pool.client("a")
+    workers = {name: pool.worker(name, ready=False) for name in ("w0", "w1", "w2")}
+    for name in ("w1", "w2", "w0"):
+        workers[name].ready()
+        pool.turn(STEP)
+    workers["w1"].ready()  # saying so again does not send it to the end
+    order = []
+    for _ in range(6):
+        client.ask()
+        pool.turn(STEP)
+        order += [name for name, worker in workers.items() if len(worker.batches) > order.count(name)]
+        workers[order[-1]].answer()
+    assert order == ["w1", "w2", "w0"] * 2
+
+
+def test_a_partial_batch_leaves_at_once_by_default():
+    pool = Pool(queue_size=8)
+    client, worker = pool.client("a"), pool.worker("w")
+    client.ask()
+    pool.turn()
+    assert worker.who == [["a1"]]
+
+
+def test_max_wait_holds_a_partial_batch_from_the_arrival_of_its_oldest_request():
+    pool = Pool(queue_size=4, max_wait=1.0)
+    client, worker = pool.client("a"), pool.worker("w")
+    client.ask()
+    pool.wait(0.75)
+    client.ask()
+    assert pool.broker.timeout() == pytest.approx(0.25)
+    pool.turn(0.125)
+    assert worker.batches == []
+    assert pool.broker.timeout() == pytest.approx(0.125)
+    pool.turn(0.125)
+    assert worker.who == [["a1", "a2"]]
+
+
+def test_max_wait_counts_while_no_worker_is_idle():
+    pool = Pool(queue_size=4, max_wait=1.0)
+    client = pool.client("a")
+    client.ask()
+    pool.wait(1.0)
+    worker = pool.worker("w")
+    pool.turn()
+    assert worker.who == [["a1"]]
+
+
+def test_a_full_batch_does_not_wait():
+    pool = Pool(queue_size=2, max_wait=1.0)
+    client, worker = pool.client("a"), pool.worker("w")
+    client.ask()
+    pool.turn()
+    client.ask()
+    pool.turn()
+    assert worker.who == [["a1", "a2"]]
+
+
+def test_a_request_that_was_taken_back_does_not_wait_again():
+    pool = Pool(queue_size=2, max_wait=10.0)
+    client, worker = pool.client("a"), pool.worker("w")
+    client.ask()
+    client.ask()
+    pool.turn()
+    client.cancel(2)
+    worker.lose()
+    other = pool.worker("other")
+    pool.turn()
+    assert other.who == [["a1"]]
+
+
+@pytest.mark.xfail(strict=True, reason="requests that are over still count as waiting")
+def test_a_cancelled_request_does_not_fill_a_batch_that_is_held_open():
+    pool = Pool(queue_size=3, max_wait=1.0)
+    client, worker = pool.client("a"), pool.worker("w")
+    client.ask()
+    pool.turn()
+    client.cancel(client.ask())
+    client.ask()
+    pool.turn()
+    assert worker.batches == []
+    client.ask()
+    pool.turn()
+    assert worker.who == [["a1", "a3", "a4"]]
+
+
+@pytest.mark.xfail(strict=True, reason="only the number of shards is looked at")
+def test_a_batch_that_is_full_by_rows_does_not_wait():
+    pool = Pool(queue_size=8, max_rows=8, max_wait=1.0)
+    client, worker = pool.client("a"), pool.worker("w")
+    client.ask(rows=4)
+    client.ask(rows=4)
+    pool.turn()
+    assert worker.who == [["a1", "a2"]]
+
+
+# -- Normal mode: fixed ranks
+
+
+def ranks(envs, workers, **options):
+    """A pool in normal mode, with its clients e0, e1, … and its workers w0, w1, …."""
+    pool = Pool(decoupled=False, **options)
+    return (
+        pool,
+        [pool.client(f"e{e}", rank=e, world_size=envs) for e in range(envs)],
+        [pool.worker(f"w{r}", rank=r, world_size=workers) for r in range(workers)],
+    )
+
+
+def last(worker):
+    """The env ranks of the last batch of a worker."""
+    return sorted(int(name[1:]) for name, _ in worker.batch.who) if worker.batches else None
+
+
+@pytest.mark.parametrize(
+    ("envs", "workers", "bound"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (3, 2, [[0, 1], [2]]),
+        (2, 3, [[0], [1], None]),
+        (5, 1, [[0, 1, 2, 3, 4]]),
+        (1, 2, [[0], None]),
+    ],
+)
+def test_env_rank_e_belongs_to_rollout_rank_e_times_r_over_e(envs, workers, bound):
+    pool, clients, workers = ranks(envs, workers)
+    for client in reversed(clients):
+        client.ask()
+    pool.turn()
+    assert [last(worker) for worker in workers] == bound
+    assert max(len(worker.batches) for worker in workers) == 1
+
+
+def test_workers_without_ranks_share_the_envs_in_the_order_in_which_they_came():
+    pool = Pool(decoupled=False)
+    clients = [pool.client(f"e{e}", rank=e, world_size=4) for e in range(4)]
+    first = pool.worker("first")
+    pool.turn(STEP)
+    second = pool.worker("second")
+    for client in clients:
+        client.ask()
+    pool.turn()
+    assert (last(first), last(second)) == ([0, 1], [2, 3])
+
+
+def test_a_worker_waits_for_all_its_envs_and_for_no_others():
+    pool, clients, (w0, w1) = ranks(4, 2)
+    for client in clients:
+        client.ask()
+    pool.turn()
+    w0.answer()
+    w1.answer()
+    for rank in (0, 2, 3):
+        clients[rank].ask()
+    pool.wait(30.0)
+    assert len(w0.batches) == 1
+    assert last(w1) == [2, 3]
+    clients[1].ask()
+    pool.turn()
+    assert last(w0) == [0, 1]
+    assert (len(w0.batches), len(w1.batches)) == (2, 2)
+
+
+def test_the_queue_size_and_the_wait_of_decoupled_mode_do_not_bound_a_barrier():
+    pool, clients, (worker,) = ranks(4, 1, queue_size=1, max_wait=10.0)
+    for client in clients:
+        client.ask()
+    pool.turn()
+    assert last(worker) == [0, 1, 2, 3]
+
+
+def test_the_first_request_of_an_env_waits_for_those_who_have_asked_before():
+    pool, (e0, e1), (worker,) = ranks(2, 1)
+    e0.ask()
+    pool.turn()  # e1 has not asked for anything yet: nobody knows whether it will
+    assert last(worker) == [0]
+    worker.answer()
+    e1.ask()
+    pool.turn()
+    assert len(worker.batches) == 1
+    e0.ask()
+    pool.turn()
+    assert last(worker) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "other", [{"eval": True}, {"stage": 1}, {"stage": 1, "eval": True}], ids=["eval", "stage", "both"]
+)
+def test_modes_and_pipeline_stages_have_barriers_of_their_own(other):
+    pool, (e0, e1, e2, e3), (worker,) = ranks(4, 1)
+    for client in (e0, e1):
+        client.ask()
+    for client in (e2, e3):
+        client.ask(**other)
+    pool.turn()
+    assert last(worker) == [0, 1]
+    worker.answer()
+    pool.turn()
+    assert last(worker) == [2, 3]
+    worker.answer()
+    e0.ask()
+    e2.ask(**other)
+    e3.ask(**other)
+    pool.turn()
+    assert last(worker) == [2, 3]  # e1 is still missing in its own group
+    worker.answer()
+    e1.ask()
+    pool.turn()
+    assert last(worker) == [0, 1]
+
+
+def test_an_env_that_changes_its_mode_is_no_longer_waited_for_in_the_old_one():
+    pool, (e0, e1), (worker,) = ranks(2, 1)
+    e0.ask()
+    e1.ask()
+    pool.turn()
+    worker.answer()
+    e0.ask()
+    pool.turn()
+    assert len(worker.batches) == 1
+    e1.ask(eval=True)
+    pool.turn()
+    assert last(worker) == [0]
+    worker.answer()
+    pool.turn()
+    assert last(worker) == [1]
+
+
+def test_two_pipeline_stages_of_the_same_envs_take_turns():
+    pool, clients, (worker,) = ranks(2, 1)
+    for _ in range(3):
+        for stage in (0, 1):
+            for client in clients:
+                client.ask(stage=stage)
+        for stage in (0, 1):
+            pool.turn()
+            assert [header.stage for header in worker.batch.headers] == [stage, stage]
+            worker.answer()
+    assert len(worker.batches) == 6
+
+
+@pytest.mark.parametrize("way", ["bye", "lose", "vanish"])
+def test_a_barrier_opens_when_the_env_it_waits_for_is_gone(way):
+    pool, clients, (worker,) = ranks(3, 1)
+    for client in clients:
+        client.ask()
+    pool.turn()
+    worker.answer()
+    clients[0].ask()
+    clients[2].ask()
+    pool.wait(1.0)
+    assert len(worker.batches) == 1
+    getattr(clients[1], way)()
+    pool.wait(0.5)
+    assert last(worker) == [0, 2]
+    worker.answer()
+    pool.turn()
+    assert pool.holds_nothing()
+
+
+def test_an_env_that_is_lost_within_a_barrier_does_not_close_it():
+    pool, clients, (worker,) = ranks(3, 1, max_rows=1)
+    for client in clients:
+        client.ask()
+    pool.turn()
+    clients[1].lose()
+    worker.answer()
+    pool.turn()
+    worker.answer()
+    pool.turn()
+    assert worker.who == [["e01"], ["e21"]]
+    assert pool.holds_nothing()
+
+
+def test_max_rows_splits_an_open_barrier_and_starves_nobody():
+    pool, clients, (worker,) = ranks(4, 1, max_rows=2)
+    for _ in range(5):
+        for client in clients:
+            client.ask()
+        pool.turn()
+        worker.answer()
+        # Those who got their answers are faster than the second half of the batch.
+        for client in clients[:2]:
+            client.ask()
+        pool.turn()
+        assert last(worker) == [2, 3]
+        worker.answer()
+        for client in clients[2:]:
+            client.ask()
+        pool.turn()
+        worker.answer()
+        pool.turn()
+        worker.answer()
+        pool.turn()
+    assert pool.holds_nothing()
+    assert [len(client.answers) for client in clients] == [10, 10, 10, 10]
+
+
+def test_an_env_with_several_requests_open_has_one_in_each_batch():
+    pool, (e0, e1), (worker,) = ranks(2, 1)
+    for client in (e0, e0, e1, e1):
+        client.ask()
+    for _ in range(2):
+        pool.turn()
+        worker.answer()
+    assert worker.who == [["e01", "e11"], ["e02", "e12"]]
+
+
+@pytest.mark.parametrize("way", ["lose", "bye", "vanish", "stuck"])
+def test_a_lost_rollout_workers_envs_move_to_the_live_ones_and_back(way):
+    pool, clients, (w0, w1) = ranks(4, 2, attempt_timeout=2.0)
+    for client in clients:
+        client.ask()
+    pool.turn()
+    w0.answer()
+    if way == "stuck":
+        pool.wait(2.25)
+    else:
+        getattr(w1, way)()
+        pool.wait(1.0)
+    assert last(w0) == [2, 3]
+    w0.answer()
+    for client in clients:
+        client.ask()
+    pool.turn()
+    assert last(w0) == [0, 1, 2, 3]
+    w0.answer()
+    pool.turn()
+    assert [len(client.answers) for client in clients] == [2, 2, 2, 2]
+    if way == "stuck":
+        w1.answer()  # too late, but it is back
+        back = w1
+    else:
+        back = pool.worker("w1", rank=1, world_size=2)
+    for client in clients:
+        client.ask()
+    pool.turn()
+    assert (last(w0), last(back)) == ([0, 1], [2, 3])
+
+
+def test_a_restarted_rollout_worker_takes_over_before_its_old_self_is_missed():
+    pool, clients, (w0, w1) = ranks(2, 2)
+    pool.turn(STEP)
+    new = pool.worker("w1", rank=1, world_size=2)
+    clients[1].ask()
+    pool.turn()
+    assert (last(w0), last(w1), last(new)) == (None, None, [1])
+
+
+def test_requests_wait_while_no_rollout_worker_is_connected():
+    pool, clients, _ = ranks(2, 0)
+    for client in clients:
+        client.ask()
+    pool.wait(2.0)
+    worker = pool.worker("w0", rank=0, world_size=1)
+    pool.turn()
+    assert last(worker) == [0, 1]
+
+
+def test_a_client_without_a_rank_is_told_what_normal_mode_needs():
+    pool, (e0,), (worker,) = ranks(1, 1)
+    stray = pool.client("stray")
+    stray.ask(4)
+    e0.ask()
+    pool.turn()
+    assert stray.answers == [("refused", 4)]
+    message = stray.inbox[0].fields["message"]
+    assert "rank" in message
+    assert "enable_decoupled_mode" in message
+    assert last(worker) == [0]
+
+
+def test_a_request_that_kills_its_workers_takes_no_rank_mates_with_it():
+    pool, clients, (worker,) = ranks(3, 1, max_attempts=2)
+    for client in clients:
+        client.ask()
+    for _ in range(6):
+        pool.turn()
+        if worker.batches and ["e1", 1] in worker.batch.who:
+            worker.lose()
+            worker = pool.worker("w0", rank=0, world_size=1)
+        elif worker.batches:
+            worker.answer()
+    assert [client.answers for client in clients] == [[("REPLY", 1)], [("attempts", 1)], [("REPLY", 1)]]
+
+
+@pytest.mark.xfail(strict=True, reason="groups are served in the order in which they first appeared")
+def test_the_barrier_with_the_oldest_request_is_served_first():
+    pool, (e0, e1), (worker,) = ranks(2, 1)
+    e0.ask()
+    pool.turn()
+    e1.ask(eval=True)
+    pool.turn(STEP)
+    e0.ask(stage=1)
+    pool.turn(STEP)
+    e0.ask()  # the group that was first to appear, but the last to be complete
+    worker.answer()
+    for _ in range(3):
+        pool.turn()
+        worker.answer()
+    assert worker.who == [["e01"], ["e11"], ["e02"], ["e03"]]
+
+
+@pytest.mark.xfail(strict=True, reason="groups are served in the order in which they first appeared")
+def test_evaluation_is_not_starved_by_two_pipeline_stages_of_training():
+    pool, (train, evaluation), (worker,) = ranks(2, 1)
+    train.ask(stage=0)
+    train.ask(stage=1)
+    evaluation.ask(eval=True)
+    for _ in range(20):  # a worker that is slower than its simulators
+        pool.turn(STEP)
+        stage = worker.batch.headers[0].stage
+        is_eval = worker.batch.headers[0].flags
+        worker.answer()
+        if not is_eval:
+            train.ask(stage=stage)
+    assert evaluation.answers == [("REPLY", 1)]

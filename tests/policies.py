@@ -1,0 +1,81 @@
+"""Policies of the tests: real ones, small, without torch so that their workers start quickly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Echo:
+    """Returns the observation's `x`, plus the mode of each row; takes `seconds` a call.
+
+    Marked rows (in `command`) make it misbehave.
+    """
+
+    def __init__(self, seconds: float = 0.0, version: int = 7) -> None:
+        self.seconds = seconds
+        self.version = version
+
+    def infer(self, observation: dict[str, Any], eval_mask: np.ndarray) -> dict[str, Any]:
+        x = observation["x"]
+        if self.seconds:
+            time.sleep(self.seconds)
+        for command in observation.get("command", []):
+            if command == "raise":
+                raise RuntimeError("this row is marked")
+            if command == "wrong rows":
+                return {"actions": x[:-1]}
+            if command == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if command.startswith("sleep "):
+                time.sleep(float(command.split()[1]))
+        return {"actions": x, "eval": eval_mask.copy(), "rows": np.full(len(x), len(x))}
+
+
+class SlowToLoad(Echo):
+    """Takes a while before it is ready."""
+
+    def load(self) -> None:
+        time.sleep(1.0)
+
+
+class Static(Echo):
+    """Writes every result into the same array, as a policy with static buffers does."""
+
+    def infer(self, observation: dict[str, Any], eval_mask: np.ndarray) -> dict[str, Any]:
+        if not hasattr(self, "_out"):
+            self._out = np.empty((64, 64 * 1024), np.float32)
+        out = self._out[: len(observation["x"])]
+        out[:] = observation["x"][:, :1]
+        return {"actions": out}
+
+
+class Touching(Echo):
+    """Creates a file when a call begins, so that a test knows when that is."""
+
+    def __init__(self, path: str, seconds: float) -> None:
+        super().__init__(seconds)
+        self.path = Path(path)
+
+    def infer(self, observation: dict[str, Any], eval_mask: np.ndarray) -> dict[str, Any]:
+        self.path.touch()
+        return super().infer(observation, eval_mask)
+
+
+def raises_at_once(**kwargs: Any) -> None:
+    raise FileNotFoundError("no weights at model.pt")
+
+
+def cart_pole(noise: float = 0.0) -> Any:
+    """Balances CartPole by a rule; returns Discrete actions."""
+
+    class Balance:
+        def infer(self, observation: np.ndarray, eval_mask: np.ndarray) -> np.ndarray:
+            return (observation[:, 2] + 0.5 * observation[:, 3] > 0).astype(np.int64)
+
+    return Balance()

@@ -1,0 +1,354 @@
+"""The client against a real pool: answers, time limits, threads, forks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Pool, wait_for
+
+from zmqrl import PolicyClient
+from zmqrl.errors import (
+    BrokerUnreachable,
+    ClientClosed,
+    ClientInUse,
+    EncodeError,
+    EndpointError,
+    PolicyError,
+    PolicyTimeout,
+    Replaced,
+)
+
+
+def x(value: float, rows: int = 2) -> dict[str, np.ndarray]:
+    return {"x": np.full((rows, 3), value)}
+
+
+def test_the_result_is_the_policys_output_for_the_observation(pool: Pool) -> None:
+    client = pool.start().client()
+    result = client.infer({"x": np.arange(6.0).reshape(2, 3), "task": ["open", "close"]})
+    np.testing.assert_array_equal(result["actions"], np.arange(6.0).reshape(2, 3))
+
+
+def test_a_single_observation_comes_back_without_its_axis(pool: Pool) -> None:
+    client = pool.start().client()
+    result = client.infer_one({"x": np.arange(3.0), "task": "open"})
+    assert result["actions"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_the_reply_tells_the_policy_version_and_where_the_time_went(pool: Pool) -> None:
+    client = pool.start(version=42, seconds=0.02).client()
+    pending = client.submit(x(1))
+    pending.result()
+    assert pending.policy_version == 42
+    assert pending.predict_seconds is not None
+    assert 0.02 <= pending.predict_seconds < 10
+    assert pending.queue_seconds is not None
+    assert 0 <= pending.queue_seconds < 10
+
+
+def test_eval_rows_are_deterministic_and_train_rows_are_sampled_in_one_batch(pool: Pool) -> None:
+    first, second, busy = pool.start(seconds=0.1).client(), pool.client(), pool.client()
+    blocker = busy.submit(x(0))  # while it is computed, the two others gather in the queue
+    train, evaluation = first.submit(x(1, rows=3), "train"), second.submit(x(2, rows=2), "eval")
+    blocker.result()
+    assert train.result()["eval"].tolist() == [False] * 3
+    assert evaluation.result()["eval"].tolist() == [True] * 2
+    assert train.result()["rows"].tolist() == [5] * 3, "they were not in one batch"
+
+
+def test_several_requests_can_be_in_flight(pool: Pool) -> None:
+    client = pool.start().client()
+    pending = [client.submit(x(value)) for value in range(20)]
+    assert [p.result()["actions"][0, 0] for p in reversed(pending)] == list(range(19, -1, -1))
+
+
+def test_after_a_timeout_the_next_call_gets_the_next_answer(pool: Pool) -> None:
+    client = pool.start(seconds=0.2).client()
+    for value in range(3):
+        with pytest.raises(PolicyTimeout):
+            client.infer(x(-1), timeout=0.05)
+        assert client.infer(x(value))["actions"][0, 0] == value
+
+
+def test_a_client_survives_a_hundred_timeouts(pool: Pool) -> None:
+    client = pool.start(workers=0).client()
+    wait_for(lambda: pool.status_client.ask(), "the broker")
+    for _ in range(100):
+        with pytest.raises((PolicyTimeout, BrokerUnreachable)):
+            client.infer(x(0), timeout=0.005)
+    pool.start_worker(0)
+    assert client.infer(x(5))["actions"][0, 0] == 5
+
+
+def test_without_a_worker_the_timeout_says_that_none_is_connected(pool: Pool) -> None:
+    client = pool.start(workers=0).client()
+    with pytest.raises(PolicyTimeout, match="0 rollout workers connected"):
+        client.infer(x(0), timeout=1.5)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "ipc:///tmp/zmqrl-nobody-listens-here"])
+def test_without_a_broker_the_error_names_the_address_within_the_timeout(endpoint: str) -> None:
+    with PolicyClient(endpoint) as client:
+        begin = time.monotonic()
+        with pytest.raises(BrokerUnreachable, match=endpoint):
+            client.infer(x(0), timeout=0.5)
+        assert 0.5 <= time.monotonic() - begin < 3.0
+
+
+def test_the_clients_own_timeout_holds_where_a_call_names_none() -> None:
+    with PolicyClient("tcp://127.0.0.1:1", timeout=0.3) as client:
+        begin = time.monotonic()
+        with pytest.raises(BrokerUnreachable):
+            client.infer(x(0))
+        assert 0.3 <= time.monotonic() - begin < 3.0
+
+
+def test_waiting_with_a_time_limit_leaves_the_request_in_flight(pool: Pool) -> None:
+    pending = pool.start(seconds=0.3).client().submit(x(1))
+    begin = time.monotonic()
+    assert not pending.wait(0.05)
+    assert 0.05 <= time.monotonic() - begin < 0.25
+    assert pending.result()["actions"][0, 0] == 1
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "5", float("nan"), True])
+def test_an_impossible_timeout_is_refused(timeout: object) -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        PolicyClient("tcp://127.0.0.1:1", timeout=timeout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:5757", "tcp://localhost", "ipc://" + "x" * 200])
+def test_a_malformed_endpoint_is_refused_at_once(endpoint: str) -> None:
+    with pytest.raises(EndpointError):
+        PolicyClient(endpoint)
+
+
+def test_observations_that_cannot_be_sent_are_refused_by_path(pool: Pool) -> None:
+    client = pool.start().client()
+    with pytest.raises(EncodeError, match=r"camera\.front"):
+        client.infer({"x": np.ones((2, 3)), "camera": {"front": np.array([None, object()])}})
+    with pytest.raises(EncodeError, match="3 rows.*2"):
+        client.infer({"x": np.ones((2, 3)), "y": np.ones((3, 1))})
+    assert client.infer(x(4))["actions"][0, 0] == 4
+
+
+def test_an_observation_above_the_limit_is_refused_before_it_is_sent(pool: Pool) -> None:
+    client = pool.start().client(max_message_mb=1)
+    with pytest.raises(EncodeError, match="MiB"):
+        client.infer({"x": np.zeros((2, 1 << 20))})
+    assert client.infer(x(4))["actions"][0, 0] == 4
+
+
+def test_a_failing_policy_is_an_error_with_the_remote_traceback(pool: Pool) -> None:
+    client = pool.start().client()
+    with pytest.raises(PolicyError, match=r"this row is marked(.|\n)*policies\.py"):
+        client.infer({"x": np.ones((1, 3)), "command": ["raise"]})
+    with pytest.raises(PolicyError, match="shape.*for 1 observations"):
+        client.infer({"x": np.ones((1, 3)), "command": ["wrong rows"]})
+    assert client.infer(x(4))["actions"][0, 0] == 4
+
+
+def test_a_failing_request_does_not_fail_its_batch_mates(pool: Pool) -> None:
+    pool.start(seconds=0.1)
+    blocker = pool.client().submit(x(0))
+    good = [pool.client().submit({**x(i, rows=4 + i), "command": ["ok"] * (4 + i)}) for i in range(2)]
+    bad = pool.client().submit({**x(9, rows=3), "command": ["ok", "raise", "ok"]})
+    blocker.result()
+    assert [g.result()["actions"].shape for g in good] == [(4, 3), (5, 3)]
+    with pytest.raises(PolicyError):
+        bad.result()
+
+
+def test_requests_of_different_structure_share_a_pool(pool: Pool) -> None:
+    pool.start(seconds=0.05)
+    blocker = pool.client().submit(x(0))
+    wide = pool.client().submit({"x": np.ones((2, 8), np.float32)})
+    named = pool.client().submit({"x": np.ones((2, 3)), "image": np.zeros((2, 64, 64, 3), np.uint8)})
+    blocker.result()
+    assert wide.result()["actions"].shape == (2, 8)
+    assert named.result()["actions"].shape == (2, 3)
+
+
+def test_a_simulator_may_reuse_its_observation_buffer(pool: Pool) -> None:
+    client = pool.start(seconds=0.005).client()
+    frame = np.empty((1, 500_000), np.float32)
+    pending = []
+    for value in range(12):
+        frame[:] = value
+        pending.append(client.submit({"x": frame}))
+    for value, request in enumerate(pending):
+        assert (request.result()["actions"] == value).all()
+
+
+def test_a_policy_may_reuse_its_output_buffer(pool: Pool) -> None:
+    client = pool.start(policy="Static").client()
+    kept = [client.infer(x(value))["actions"] for value in range(30)]
+    for value, actions in enumerate(kept):
+        assert (actions == value).all()
+
+
+def test_results_are_writable_and_stay_as_they_are(pool: Pool) -> None:
+    client = pool.start().client()
+    kept = [client.infer({"x": np.full((1, 2000), float(value))})["actions"] for value in range(50)]
+    for _ in range(100):
+        client.infer({"x": np.full((1, 2000), -1.0)})
+    for value, actions in enumerate(kept):
+        assert (actions == value).all()
+        actions += 1
+
+
+def test_two_threads_on_one_client_raise_instead_of_mixing_replies(pool: Pool) -> None:
+    client = pool.start(seconds=0.3).client()
+    started = threading.Event()
+    results: list[object] = []
+
+    def call() -> None:
+        pending = client.submit(x(3))
+        started.set()
+        results.append(pending.result()["actions"][0, 0])
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    started.wait()
+
+    def refused() -> bool:
+        try:
+            client.submit(x(4)).cancel()
+        except ClientInUse:
+            return True
+        return False
+
+    wait_for(refused, "the second thread to be refused")
+    thread.join()
+    assert results == [3]
+
+
+def test_eight_threads_with_a_client_each_get_their_own_answers(pool: Pool) -> None:
+    pool.start(workers=2)
+    wrong: list[object] = []
+
+    def loop(number: int) -> None:
+        with PolicyClient(pool.frontend) as client:
+            for step in range(100):
+                value = number * 1000 + step
+                result = client.infer(x(value))["actions"]
+                if not (result == value).all():
+                    wrong.append(result)
+
+    threads = [threading.Thread(target=loop, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def _infer_in_child(client: PolicyClient, value: float, answers: multiprocessing.Queue) -> None:
+    answers.put((value, float(client.infer(x(value))["actions"][0, 0])))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_after_a_fork_parent_and_children_each_get_their_own_answers(pool: Pool) -> None:
+    client = pool.start().client()
+    assert client.infer(x(0))["actions"][0, 0] == 0
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    children = [
+        fork.Process(target=_infer_in_child, args=(client, float(value), answers))
+        for value in (1, 2, 3)
+    ]
+    for child in children:
+        child.start()
+    for value in range(10, 20):
+        assert client.infer(x(value))["actions"][0, 0] == value
+    assert sorted(answers.get(timeout=20) for _ in children) == [(v, v) for v in (1.0, 2.0, 3.0)]
+    for child in children:
+        child.join(10)
+        assert child.exitcode == 0
+
+
+def test_a_restart_under_the_same_name_replaces_the_old_client_loudly(pool: Pool) -> None:
+    pool.start(seconds=0.3)
+    old = pool.client(name="env-3")
+    waiting = old.submit(x(1))
+    assert not waiting.wait(0.05)
+    new = pool.client(name="env-3")
+    assert new.infer(x(2))["actions"][0, 0] == 2
+    with pytest.raises(Replaced, match="env-3"):
+        waiting.result()
+    with pytest.raises(Replaced, match="env-3"):
+        old.infer(x(3))
+
+
+def test_a_cancelled_request_is_not_run(pool: Pool) -> None:
+    client = pool.start(seconds=0.2).client()
+    first, second = client.submit(x(1)), client.submit(x(2))
+    second.cancel()
+    first.result()
+    wait_for(lambda: pool.counters()["cancelled"] == 1, "the cancellation")
+    assert pool.status()["totals"]["rollout-0"]["shards"] == 1
+
+
+def test_a_closed_client_says_so(pool: Pool) -> None:
+    client = pool.start(seconds=0.2).client()
+    pending = client.submit(x(1))
+    client.close()
+    client.close()
+    with pytest.raises(ClientClosed):
+        pending.result()
+    with pytest.raises(ClientClosed):
+        client.infer(x(1))
+
+
+def test_a_script_that_ends_in_an_exception_with_requests_unsent_exits_at_once() -> None:
+    script = """
+import numpy as np
+from zmqrl import PolicyClient
+client = PolicyClient("tcp://127.0.0.1:1")
+for _ in range(1000):
+    client.submit({"x": np.zeros((1, 1000))})
+raise KeyError("the user's own mistake")
+"""
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "the user's own mistake" in done.stderr
+    assert time.monotonic() - begin < 5.0
+
+
+def test_ctrl_c_interrupts_a_waiting_call(pool: Pool) -> None:
+    script = f"""
+import numpy as np
+from zmqrl import PolicyClient
+client = PolicyClient({pool.frontend!r})
+print("waiting", flush=True)
+client.infer({{"x": np.zeros((1, 1))}})
+"""
+    pool.start(workers=0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    wait_for(lambda: pool.counters()["requests"] == 1, "the request")
+    os.kill(process.pid, 2)
+    _, errors = process.communicate(timeout=10)
+    assert "KeyboardInterrupt" in errors
+
+
+def test_the_client_needs_neither_torch_nor_gymnasium_nor_pydantic() -> None:
+    script = """
+import sys
+import zmqrl
+heavy = {"torch", "gymnasium", "pydantic", "yaml", "rich"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30, cwd=Path("/"))
