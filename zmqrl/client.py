@@ -129,6 +129,7 @@ class PolicyClient:
         timeout: Seconds that a call may take when it names no timeout itself.
         name: Names this client in the broker's status, and makes a restart under the same name take
             over from the old process. None makes a name up.
+        mode: `train` for sampled actions, `eval` for deterministic ones; a call may choose another.
         rank: This env worker's number; normal mode binds requests by it.
         world_size: The number of env workers; normal mode needs it with `rank`.
         max_message_mb: Mebibytes; larger observations are refused before they are sent.
@@ -143,6 +144,7 @@ class PolicyClient:
         *,
         timeout: float = 30.0,
         name: Optional[str] = None,
+        mode: str = "train",
         rank: Optional[int] = None,
         world_size: Optional[int] = None,
         max_message_mb: int = 256,
@@ -154,6 +156,7 @@ class PolicyClient:
             raise ValueError("give rank and world_size together")
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in 0 … world_size - 1 ({world_size - 1})")
+        self.mode = _checked_mode(mode)
         self.name = name or f"client-{os.urandom(4).hex()}"
         self.retries = 0
         """Requests sent again, because the broker did not know them or was overloaded."""
@@ -171,7 +174,7 @@ class PolicyClient:
     def infer(
         self,
         observation: Any,
-        mode: str = "train",
+        mode: Optional[str] = None,
         timeout: Optional[float] = None,
         copy: bool = True,
     ) -> Dict[str, Any]:
@@ -179,7 +182,7 @@ class PolicyClient:
 
         Args:
             observation: A tree; every array [N, ...], one row a simulator.
-            mode: `train` for sampled actions, `eval` for deterministic ones.
+            mode: `train` for sampled actions, `eval` for deterministic ones; None for the client's own.
             timeout: Seconds; None for the client's own.
             copy: False promises that the arrays do not change until this returns.
 
@@ -196,7 +199,7 @@ class PolicyClient:
         return self.submit(observation, mode, timeout, copy).result()
 
     def infer_one(
-        self, observation: Any, mode: str = "train", timeout: Optional[float] = None
+        self, observation: Any, mode: Optional[str] = None, timeout: Optional[float] = None
     ) -> Dict[str, Any]:
         """Actions for a single observation that has no batch axis.
 
@@ -217,7 +220,7 @@ class PolicyClient:
     def submit(
         self,
         observation: Any,
-        mode: str = "train",
+        mode: Optional[str] = None,
         timeout: Optional[float] = None,
         copy: bool = True,
         stage: int = 0,
@@ -226,7 +229,7 @@ class PolicyClient:
 
         Args:
             observation: A tree; every array [N, ...].
-            mode: `train` or `eval`.
+            mode: `train` or `eval`; None for the client's own.
             timeout: Seconds until the request ends in an error; None for the client's own.
             copy: False promises that the arrays do not change until the result is here.
             stage: The pipeline stage, for an env worker that steps several groups of envs in turn.
@@ -234,8 +237,7 @@ class PolicyClient:
         Raises:
             EncodeError, ClientInUse, ClientClosed: At once.
         """
-        if mode not in ("train", "eval"):
-            raise ValueError(f"mode must be 'train' or 'eval', not {mode!r}")
+        chosen = self.mode if mode is None else _checked_mode(mode)
         seconds = self.timeout if timeout is None else _checked_timeout(timeout)
         rows = rows_of(observation)
         encoded = encode(observation, copy)
@@ -247,7 +249,7 @@ class PolicyClient:
         with self._exclusive():
             header = Header(
                 Op.INFER,
-                flags=FLAG_EVAL if mode == "eval" else 0,
+                flags=FLAG_EVAL if chosen == "eval" else 0,
                 request_id=self._next_id,
                 stage=stage,
                 frames=len(encoded.buffers),
@@ -310,6 +312,7 @@ class PolicyClient:
             "incarnation": self._incarnation,
             "host": socket.gethostname(),
             "pid": self._pid,
+            "mode": self.mode,
         }
         if self._rank is not None:
             fields.update(rank=self._rank, world_size=self._world_size)
@@ -455,9 +458,9 @@ class PolicyClient:
         elif header.op == Op.ERROR:
             fields = decode_meta(first[HEADER_SIZE:])
             if fields.get("code") == "overloaded":
-                retry_after = fields.get("retry_after_ms", 100)
-                wait = min(max(float(retry_after), 1.0), 10_000.0) / 1000
-                pending._retry_at = now + wait
+                retry_after = fields.get("retry_after_ms")
+                wait_ms = retry_after if isinstance(retry_after, int) else 100
+                pending._retry_at = now + min(max(wait_ms, 1), 10_000) / 1000
                 pending._state = str(fields.get("message", ""))
             else:
                 self._end(pending, error=self._error_of(fields))
@@ -485,6 +488,12 @@ def _checked_timeout(timeout: float) -> float:
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < 1e7:
         raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
     return float(timeout)
+
+
+def _checked_mode(mode: str) -> str:
+    if mode not in ("train", "eval"):
+        raise ValueError(f"mode must be 'train' or 'eval', not {mode!r}")
+    return mode
 
 
 def _with_axis(tree: Any) -> Any:

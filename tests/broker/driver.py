@@ -245,6 +245,7 @@ class Pool:
         self.gone = set()
         self.lose_batches_to = set()
         """Workers whose next batch gets lost on the way."""
+        self.lost_batches = []
 
     def _new(self, kind, name, leg):
         peer = f"{leg}{len(self.peers)}-{name}".encode()
@@ -311,6 +312,7 @@ class Pool:
                 lost = True
             elif is_batch and peer in self.lose_batches_to:
                 self.lose_batches_to.discard(peer)
+                self.lost_batches.append(ReceivedBatch(frames))
             elif is_batch:
                 self.peers[peer].batches.append(ReceivedBatch(frames))
             elif unpack(frames[0]).op != Op.PROBE:

@@ -232,6 +232,7 @@ class Broker:
                 hello.pid,
                 since=self._now,
                 heard=self._now,
+                eval=hello.eval,
             )
             self.peers.clients[peer] = self._names[hello.name] = known
             self.peers.changes += 1
@@ -472,12 +473,12 @@ class Broker:
             if why is not None:
                 request.history.append(f"{worker.name} {why} after {self._now - batch.sent:.1f} s")
                 request.avoid.add(worker.name)
-                self.counters.requeued += 1
                 if len(request.history) >= self.options.limits.max_attempts:
                     history = "; ".join(request.history)
                     text = f"{len(request.history)} rollout workers were lost with it: {history}"
                     self._fail(request, "attempts", text)
                     continue
+                self.counters.requeued += 1
             request.state = State.WAITING
             back.append(request)
         self._schedule.put_back(back)

@@ -30,6 +30,8 @@ class Client:
     pid: int
     since: float
     heard: float
+    eval: bool = False
+    """What it says that it will ask for, until it asks."""
     probed: float = 0.0
     requests: dict[int, Request] = field(default_factory=dict)
     """Its open requests by request id."""
@@ -115,6 +117,7 @@ class Introduction:
     world_size: int | None
     host: str
     pid: int
+    eval: bool
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Introduction:
@@ -128,6 +131,9 @@ class Introduction:
             raise DecodeError("HELLO: name must be a str of 1 to 200 characters")
         if not isinstance(host, str) or len(host) > 300:
             raise DecodeError("HELLO: host must be a short str")
+        mode = fields.get("mode", "train")
+        if mode not in ("train", "eval"):
+            raise DecodeError("HELLO: mode must be train or eval")
         numbers = {}
         for key in ("incarnation", "pid"):
             numbers[key] = fields.get(key, 0)
@@ -141,7 +147,9 @@ class Introduction:
                 raise DecodeError(f"HELLO: {key} must be a number of at least 0")
         if rank is not None and rank >= world_size:
             raise DecodeError(f"HELLO: rank {rank} is not below world_size {world_size}")
-        return cls(name, numbers["incarnation"], rank, world_size, host, numbers["pid"])
+        return cls(
+            name, numbers["incarnation"], rank, world_size, host, numbers["pid"], mode == "eval"
+        )
 
 
 @dataclass(slots=True)

@@ -138,7 +138,7 @@ class SharedQueue:
 class FixedRanks:
     """Normal mode: env rank e of E belongs to rollout rank e * R // E, which waits for all its envs.
 
-    The wait is for the *live* envs whose latest request was of the same mode and pipeline stage: one
+    The wait is for the *live* envs of the same mode and pipeline stage, by their latest request: one
     that says goodbye or is lost is no longer waited for, and the envs of a lost rollout worker move to
     the live ones.
     """
@@ -190,8 +190,9 @@ class FixedRanks:
         for request in waiting:
             first.setdefault(request.client.peer, request)
         for client in self._peers.clients.values():
-            bound = client.modes.get(stage) is is_eval and homes[client.peer] is worker
-            if bound and client.peer not in first:
+            # One that has not asked yet is waited for as well; it will begin with the first stage.
+            mode = client.modes.get(stage, client.eval if stage == 0 else None)
+            if mode is is_eval and homes[client.peer] is worker and client.peer not in first:
                 return []
         for request in first.values():
             request.released = True  # what this batch has no room for need not wait for all again

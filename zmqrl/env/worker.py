@@ -102,7 +102,6 @@ class EnvWorker:
         self.reporter = Reporter(config.runner.report)
         self.report = Report(self.name, rank)
         self._config = config
-        self._mode = mode
         self._stop = stop
         self._delays = DelaySampler(config.env.delays_of(mode), rank)
         self._stages = self._make_stages(config, mode, rank)
@@ -111,6 +110,7 @@ class EnvWorker:
             config.broker.frontend or sockets.local_endpoint("frontend"),
             timeout=config.env.request_timeout_s,
             name=self.name,
+            mode=mode,
             rank=rank,
             world_size=config.env_workers,
             max_message_mb=config.broker.max_message_mb,
@@ -185,7 +185,7 @@ class EnvWorker:
             self._tell(now=True)
         stage.sent = time.perf_counter()
         # The shard owns the observation's memory and makes a new one at each step: no copy is needed.
-        stage.pending = self._client.submit(observation, self._mode, copy=False, stage=stage.index)
+        stage.pending = self._client.submit(observation, copy=False, stage=stage.index)
 
     def _actions(self, pending: Pending) -> Any:
         result = pending.result()

@@ -53,10 +53,13 @@ class Launcher:
         self._on_line = on_line
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start `zmqrl ARGUMENTS …` under `name`.
+        """Start `zmqrl ARGUMENTS …` under `name`, which no running child has.
 
         Its standard input is empty: a simulator that asks a question gets an end of file.
         """
+        if name in self.children:
+            self.stop([name])
+            _discard(self.children[name])
         theirs, ours = os.pipe()
         os.set_inheritable(theirs, True)
         # One thread a process: N processes of as many threads as there are cores slow each other down.
@@ -122,9 +125,7 @@ class Launcher:
         """Stop all children and free what they held."""
         self.stop()
         for child in self.children.values():
-            os.close(child.pipe)
-            if child.process.stdout is not None and not child.reader.is_alive():
-                child.process.stdout.close()
+            _discard(child)
         self.children.clear()
 
     def __enter__(self) -> Launcher:
@@ -138,6 +139,13 @@ class Launcher:
         for line in child.process.stdout:
             child.last_lines.append(line.rstrip("\n"))
             self._on_line(child.name, line.rstrip("\n"))
+
+
+def _discard(child: Child) -> None:
+    """Free what the launcher holds of a child that has ended."""
+    os.close(child.pipe)
+    if child.process.stdout is not None and not child.reader.is_alive():
+        child.process.stdout.close()
 
 
 def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:

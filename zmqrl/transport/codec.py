@@ -43,7 +43,8 @@ _NUMBERS = frozenset(
     ]
 )
 _TEXT = re.compile(r"[<>|][SU][1-9][0-9]{0,5}")
-_TIME = re.compile(r"[<>][mM]8(\[([1-9][0-9]{0,5})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+# A date without a unit is no date: numpy cannot even print it.
+_TIME = re.compile(r"[<>](m8|[mM]8\[([1-9][0-9]{0,5})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])")
 _MAX_DIMENSIONS = 32
 _MAX_CACHED = 4096  # characters: a constant may be an image of megabytes
 

@@ -1,0 +1,436 @@
+"""Everything that may happen to a broker, in any order; a model holds what each client is owed."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from driver import STEP, FakeClient, FakeWorker, Pool
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, Header, Op, join_batch
+
+MOST_CLIENTS = 5
+MOST_WORKERS = 4
+ATTEMPT_TIMEOUT = 2.0
+DRAINED_WITHIN = 90.0
+STALLED_AFTER = 8.0
+"""Seconds that cover a stuck worker and a probe of a silent client."""
+
+
+@dataclass
+class Owed:
+    """A request that its client waits for."""
+
+    eval: bool
+    stage: int
+    deadline: float
+    given: int = 0
+    """Batches that it was in."""
+
+
+@dataclass
+class ModelClient:
+    fake: FakeClient
+    hello: dict
+    owed: dict[int, Owed] = field(default_factory=dict)
+    modes: dict[int, bool] = field(default_factory=dict)
+    registered: bool = True
+
+
+@dataclass
+class ModelWorker:
+    fake: FakeWorker
+    seen: int = 0
+    """Batches looked at."""
+    number: int = 0
+    """Of the last batch that it received."""
+    holding: object = None
+    free: bool = False
+    """It has said that it is idle since it last held a batch."""
+
+
+class PoolMachine(RuleBasedStateMachine):
+    decoupled = True
+
+    @initialize(
+        queue_size=st.integers(0, 3),
+        max_rows=st.sampled_from([0, 4]),
+        max_wait=st.sampled_from([0.0, 0.5]),
+        max_attempts=st.integers(1, 3),
+    )
+    def start(self, queue_size, max_rows, max_wait, max_attempts):
+        self.queue_size, self.max_rows, self.max_attempts = queue_size, max_rows, max_attempts
+        self.pool = Pool(
+            decoupled=self.decoupled,
+            queue_size=queue_size,
+            max_rows=max_rows,
+            max_wait=max_wait,
+            max_attempts=max_attempts,
+            attempt_timeout=ATTEMPT_TIMEOUT,
+            max_client_open=6,
+            max_open=20,
+            max_open_bytes=60_000,
+        )
+        self.paused = 0.0
+        self.all_clients = []
+        self.workers = []
+
+    @property
+    def now(self):
+        """The time of the broker, which stands still while it is stopped."""
+        return self.pool.now - self.paused
+
+    @property
+    def clients(self):
+        """Those who can send."""
+        gone = self.pool.gone
+        return [c for c in self.all_clients if c.registered and c.fake.peer not in gone]
+
+    def client(self, pick):
+        return self.clients[pick % len(self.clients)]
+
+    def some(self, pick, workers):
+        workers = list(workers)
+        return workers[pick % len(workers)] if workers else None
+
+    # -- Clients
+
+    @precondition(lambda self: len(self.clients) < MOST_CLIENTS)
+    @rule(rank=st.integers(0, 3))
+    def client_joins(self, rank):
+        hello = {"incarnation": 10, "rank": rank, "world_size": 4}
+        fake = self.pool.client(f"c{len(self.all_clients)}", **hello)
+        self.all_clients.append(ModelClient(fake, hello))
+
+    @precondition(lambda self: self.clients)
+    @rule(pick=st.integers(0, 99), newer=st.integers(0, 1))
+    def client_takes_over(self, pick, newer):
+        """A restart under the same name, or the same process with a new socket."""
+        old = self.client(pick)
+        hello = {**old.hello, "incarnation": old.hello["incarnation"] + newer}
+        fake = self.pool.client(old.fake.name, **hello)
+        self.forgotten(old)
+        assert [m.code for m in old.fake.take()] == ["replaced"] * newer
+        self.all_clients.append(ModelClient(fake, hello))
+
+    @precondition(lambda self: self.clients)
+    @rule(
+        pick=st.integers(0, 99),
+        count=st.integers(1, 3),
+        rows=st.integers(1, 3),
+        size=st.sampled_from([2, 4096]),
+        is_eval=st.booleans(),
+        stage=st.integers(0, 1),
+        budget=st.sampled_from([600.0, 600.0, 600.0, 2.0, 0.25]),
+    )
+    def client_asks(self, pick, count, rows, size, is_eval, stage, budget):
+        client = self.client(pick)
+        for _ in range(count):
+            before = self.pool.counters["overloaded"]
+            request_id = client.fake.ask(
+                rows=rows, size=size, eval=is_eval, stage=stage, budget=budget
+            )
+            if self.pool.counters["overloaded"] == before:
+                client.owed[request_id] = Owed(is_eval, stage, self.now + budget)
+                client.modes[stage] = is_eval
+            else:
+                self.pool.send()
+                assert client.fake.inbox.pop().code == "overloaded"
+
+    @precondition(lambda self: any(c.owed for c in self.clients))
+    @rule(pick=st.integers(0, 99))
+    def client_asks_again(self, pick):
+        client = self.some(pick, (c for c in self.clients if c.owed))
+        request_id = self.some(pick, client.owed)
+        before = self.pool.counters["duplicates"]
+        client.fake.ask(request_id)
+        assert self.pool.counters["duplicates"] == before + 1
+
+    @precondition(lambda self: any(c.owed for c in self.clients))
+    @rule(pick=st.integers(0, 99))
+    def client_cancels(self, pick):
+        client = self.some(pick, (c for c in self.clients if c.owed))
+        request_id = self.some(pick, client.owed)
+        client.fake.cancel(request_id)
+        del client.owed[request_id]
+
+    @precondition(lambda self: self.clients)
+    @rule(pick=st.integers(0, 99), way=st.sampled_from(["bye", "lose", "vanish"]))
+    def client_leaves(self, pick, way):
+        client = self.client(pick)
+        getattr(client.fake, way)()
+        if way != "vanish":  # the broker does not know of that yet
+            self.forgotten(client)
+
+    def forgotten(self, client):
+        client.registered = False
+        client.owed.clear()
+
+    # -- Workers
+
+    @precondition(lambda self: len(self.workers) < MOST_WORKERS)
+    @rule(rank=st.integers(0, 2), ready=st.booleans())
+    def worker_joins(self, rank, ready):
+        fake = self.pool.worker(f"w{rank}", ready=ready, rank=rank, world_size=3)
+        self.workers.append(ModelWorker(fake, free=ready))
+
+    def says_ready(self, worker):
+        worker.holding, worker.free = None, True
+        worker.fake.ready(worker.number)
+
+    @precondition(lambda self: any(w.holding is None for w in self.workers))
+    @rule(pick=st.integers(0, 99))
+    def idle_worker_says_ready(self, pick):
+        self.says_ready(self.some(pick, (w for w in self.workers if w.holding is None)))
+
+    @precondition(lambda self: any(w.holding for w in self.workers))
+    @rule(pick=st.integers(0, 99))
+    def result_is_lost_and_the_worker_says_ready(self, pick):
+        self.says_ready(self.some(pick, (w for w in self.workers if w.holding)))
+
+    @precondition(lambda self: any(w.holding for w in self.workers))
+    @rule(pick=st.integers(0, 99))
+    def ready_crosses_the_batch(self, pick):
+        worker = self.some(pick, (w for w in self.workers if w.holding))
+        if worker.holding.crossed:
+            return
+        worker.holding.crossed = True
+        worker.fake.ready(worker.holding.number - 1)
+
+    @precondition(lambda self: any(w.holding for w in self.workers))
+    @rule(pick=st.integers(0, 99), data=st.data())
+    def worker_answers(self, pick, data):
+        worker = self.some(pick, (w for w in self.workers if w.holding))
+        batch = worker.holding
+        indices = range(len(batch))
+        kind = data.draw(st.sampled_from(["all", "all", "all", "error", "some", "reversed", "twice"]))
+        if kind == "some":
+            chosen = data.draw(st.lists(st.sampled_from(indices), unique=True))
+        else:
+            chosen = {"reversed": list(reversed(indices)), "twice": [*indices, *indices]}.get(kind)
+        self.send_result(worker, batch.result(op=Op.ERROR if kind == "error" else Op.REPLY, only=chosen))
+
+    @precondition(lambda self: any(w.holding for w in self.workers))
+    @rule(
+        pick=st.integers(0, 99),
+        how=st.sampled_from(
+            ["epoch", "number", "slots", "request id", "frames", "short table", "no bodies", "header only"]
+        ),
+    )
+    def worker_answers_badly(self, pick, how):
+        worker = self.some(pick, (w for w in self.workers if w.holding))
+        self.send_result(worker, bad_result(worker.holding, how))
+
+    def send_result(self, worker, message):
+        worker.holding, worker.free = None, True
+        worker.fake.send(message)
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=st.integers(0, 99), way=st.sampled_from(["bye", "lose", "vanish"]))
+    def worker_leaves(self, pick, way):
+        worker = self.some(pick, self.workers)
+        getattr(worker.fake, way)()
+        self.workers.remove(worker)
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=st.integers(0, 99))
+    def worker_registers_again(self, pick):
+        worker = self.some(pick, self.workers)
+        worker.fake.hello(rank=0, world_size=3)
+        worker.number = 0
+        self.says_ready(worker)
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=st.integers(0, 99))
+    def the_next_batch_is_lost_on_the_way(self, pick):
+        self.pool.lose_batches_to.add(self.some(pick, self.workers).fake.peer)
+
+    # -- The broker's loop
+
+    @rule()
+    def broker_turns(self):
+        self.turn(0.0)
+
+    @rule(turns=st.sampled_from([1, 1, 2, 4, 9, 13]))
+    def time_passes(self, turns):
+        for _ in range(turns):
+            self.turn(STEP)
+
+    @rule()
+    def broker_is_stopped_for_a_while(self):
+        self.paused += 100.0
+        self.turn(100.0)
+
+    def turn(self, seconds):
+        waiting_clients = len(self.pool.status["clients"])
+        self.pool.turn(seconds)
+        stuck = sum(w["state"] == "stuck" for w in self.pool.status["workers"])
+        live = max(1, len(self.pool.status["workers"]) - stuck)
+        self.cap = self.queue_size or max(1, -(-waiting_clients // live))
+        self.collect()
+
+    def collect(self):
+        """Check all that was sent against what is owed."""
+        self.pool.send()
+        for client in self.all_clients:
+            for message in client.fake.take():
+                self.check_answer(client, message)
+        for batch in self.pool.lost_batches:
+            self.check_batch(batch)
+        self.pool.lost_batches.clear()
+        for worker in self.workers:
+            for batch in worker.fake.batches[worker.seen :]:
+                assert worker.free, "a batch for a worker that has not said that it is idle"
+                assert worker.holding is None
+                worker.seen += 1
+                worker.number, worker.free, worker.holding = batch.number, False, batch
+                batch.crossed = False
+                self.check_batch(batch)
+        names = {row["name"] for row in self.pool.status["clients"]}
+        for client in self.all_clients:
+            gone = client.fake.peer in self.pool.gone
+            if client.registered and gone and client.fake.name not in names:
+                self.forgotten(client)  # perhaps in the very turn in which its requests left
+
+    def check_answer(self, client, message):
+        if message.op is Op.WELCOME:
+            return
+        assert message.op in (Op.REPLY, Op.ERROR)
+        assert message.request_id in client.owed, "an answer that nobody waits for"
+        owed = client.owed.pop(message.request_id)
+        if message.op is Op.REPLY:
+            tree = message.tree
+            assert tree["who"] == [client.fake.name, message.request_id]
+            assert np.all(tree["actions"] == message.request_id + 1)
+        elif message.code == "deadline":
+            assert self.now >= owed.deadline
+        elif message.code == "attempts":
+            assert owed.given >= self.max_attempts
+        else:
+            assert message.code == "policy"
+
+    def check_batch(self, batch):
+        assert len(batch)
+        assert not self.max_rows or batch.rows <= self.max_rows or len(batch) == 1
+        by_peer = {client.fake.peer: client for client in self.all_clients}
+        seen = set()
+        for (entry, _), header in zip(batch.shards, batch.headers, strict=True):
+            client = by_peer[entry.origin]
+            owed = client.owed.get(header.request_id)
+            assert owed is not None, "a request that is over was given to a worker"
+            assert self.now < owed.deadline
+            owed.given += 1
+            if entry.attempt and entry.attempt + 1 >= self.max_attempts:
+                assert len(batch) == 1, "the last attempt did not go alone"
+            seen.add((entry.origin, header.request_id))
+        assert len(seen) == len(batch)
+        if self.decoupled:
+            assert len(batch) <= self.cap
+        else:
+            assert len({(h.flags & FLAG_EVAL, h.stage) for h in batch.headers}) == 1
+
+    @invariant()
+    def each_request_is_accounted_for(self):
+        if not hasattr(self, "pool"):
+            return
+        self.collect()
+        status, counters = self.pool.status, self.pool.counters
+        ended = counters["answered"] + counters["errors"] + counters["cancelled"]
+        assert counters["requests"] == ended + status["open_requests"]
+        assert (status["open_requests"] == 0) == (status["open_bytes"] == 0)
+        registered = [client for client in self.all_clients if client.registered]
+        assert {row["name"]: row["open_requests"] for row in status["clients"]} == {
+            client.fake.name: len(client.owed) for client in registered
+        }
+        assert status["open_requests"] == sum(len(client.owed) for client in registered)
+
+    # -- The end
+
+    def teardown(self):
+        """Those who hold a batch never answer it; everybody else does what it should."""
+        if not hasattr(self, "pool"):
+            return
+        pool = self.pool
+        pool.lose_batches_to.clear()
+        stuck = [worker for worker in self.workers if worker.holding]
+        fake = pool.worker("saviour", ready=False)
+        self.workers.append(ModelWorker(fake))
+        begin = progress = self.now
+        before = None
+        while any(client.owed for client in self.all_clients):
+            assert self.now < begin + DRAINED_WITHIN
+            for worker in self.workers:
+                if worker in stuck:
+                    continue
+                if worker.holding:
+                    self.send_result(worker, worker.holding.result())
+                else:
+                    self.says_ready(worker)
+            self.turn(STEP)
+            state = [len(client.owed) for client in self.all_clients if client.registered]
+            if state != before:
+                before, progress = state, self.now
+            elif self.now >= progress + STALLED_AFTER:
+                self.somebody_leaves()
+                progress = self.now
+        self.each_request_is_accounted_for()
+        assert pool.holds_nothing()
+
+    def somebody_leaves(self):
+        """Normal mode: a barrier may wait for an env that has no more to ask for."""
+        assert not self.decoupled, "a request waits although a worker is idle"
+        missing = []
+        for group in {(o.eval, o.stage) for client in self.clients for o in client.owed.values()}:
+            missing.append([client for client in self.clients if _is_waited_for(client, *group)])
+        assert all(missing), "an open barrier was passed over"
+        self.forgotten(missing[0][0])
+        missing[0][0].fake.bye()
+
+
+def _is_waited_for(client, is_eval, stage):
+    asks = any((o.eval, o.stage) == (is_eval, stage) for o in client.owed.values())
+    return client.modes.get(stage) is is_eval and not asks
+
+
+def bad_result(batch, how):
+    """A RESULT message that answers `batch` as it should not."""
+    if how in ("epoch", "number"):
+        return batch.result(**{how: getattr(batch.table, how) + 1})
+    entries, replies = batch.replies()
+    if how == "slots":
+        entries = [entry._replace(slot=entry.slot + 1000) for entry in entries]
+    elif how == "request id":
+        for reply, header in zip(replies, batch.headers, strict=True):
+            head = Header(Op.REPLY, request_id=header.request_id + 1000, frames=len(reply) - 1)
+            reply[0] = head.pack() + reply[0][HEADER_SIZE:]
+    elif how == "frames":
+        entries[-1] = entries[-1]._replace(frames=entries[-1].frames + 1)
+        replies[-1] = [*replies[-1], b"more"]
+    message = join_batch(batch.table._replace(entries=entries), Op.RESULT, replies)
+    if how == "short table":
+        message[0] = message[0][:-1]
+    elif how == "header only":
+        message[0] = message[0][:HEADER_SIZE]
+    elif how == "no bodies":
+        message = message[:1]
+    return message
+
+
+class NormalModeMachine(PoolMachine):
+    decoupled = False
+
+
+@pytest.mark.parametrize("machine", [PoolMachine, NormalModeMachine], ids=["shared", "ranks"])
+def test_each_request_is_answered_once_whatever_happens(machine):
+    test_case = machine.TestCase
+    test_case.settings = settings(
+        max_examples=150,
+        stateful_step_count=50,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    test_case().runTest()

@@ -1,0 +1,395 @@
+"""A pool whose parts start in any order, are killed, frozen, or fed nonsense."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from conftest import Pool, wait_for
+
+from zmqrl import PolicyClient
+from zmqrl.broker.status import StatusClient
+from zmqrl.errors import AttemptsExhausted, BrokerStopping, ClientError, RequestRefused
+from zmqrl.transport import sockets
+from zmqrl.transport.codec import decode_meta, encode, encode_meta
+from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+
+
+class Load:
+    """Clients in a closed loop, each counting its own answers; the data says whose they are."""
+
+    def __init__(self, pool: Pool, clients: int, **options: object) -> None:
+        self.answered: Counter[int] = Counter()
+        self.wrong: list[str] = []
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._loop, args=(pool.frontend, number, options))
+            for number in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _loop(self, endpoint: str, number: int, options: dict[str, object]) -> None:
+        with PolicyClient(endpoint, timeout=30, **options) as client:  # type: ignore[arg-type]
+            for step in itertools.count():
+                if self._stop.is_set():
+                    return
+                value = number * 1e6 + step
+                try:
+                    actions = client.infer({"x": np.full((2, 3), value)})["actions"]
+                except ClientError as error:
+                    self.wrong.append(f"client {number} step {step}: {error}")
+                    return
+                if not (actions == value).all():
+                    self.wrong.append(f"client {number} step {step} got {actions[0, 0]}")
+                self.answered[number] += 1
+
+    def wait_for(self, more: int) -> None:
+        """Wait until so many more requests have been answered."""
+        goal = self.answered.total() + more
+        wait_for(lambda: self.wrong or self.answered.total() >= goal, f"{more} answers", 40)
+
+    def finish(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        assert self.wrong == []
+
+
+def raw_dealer(pool: Pool, endpoint: str) -> zmq.Socket[bytes]:
+    return sockets.dealer(zmq.Context.instance(), endpoint)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["broker", "worker", "client"])))
+def test_the_parts_may_start_in_any_order(pool: Pool, order: tuple[str, ...]) -> None:
+    start = {
+        "broker": pool.start_broker,
+        "worker": lambda: pool.start_worker(0),
+        "client": lambda: requests.append(pool.client().submit({"x": np.ones((1, 3))})),
+    }
+    requests: list = []
+    for part in order:
+        start[part]()
+        time.sleep(0.3)  # the point of the test is that the parts come one after the other
+    assert requests[0].result()["actions"].shape == (1, 3)
+
+
+def test_requests_of_a_killed_worker_are_answered_by_another(pool: Pool) -> None:
+    pool.start(workers=2, seconds=0.01)
+    load = Load(pool, clients=6)
+    load.wait_for(100)
+    os.kill(pool.pid("rollout-0"), signal.SIGKILL)
+    load.wait_for(200)
+    load.finish()
+    counters = pool.counters()
+    assert counters["lost_workers"] == 1
+    assert counters["requests"] == counters["answered"] == load.answered.total()
+    assert counters["errors"] == counters["dropped"] == 0
+
+
+def test_a_killed_workers_requests_wait_for_the_next_worker_if_there_is_no_other(pool: Pool) -> None:
+    pool.start(workers=1, seconds=0.2)
+    request = pool.client().submit({"x": np.ones((1, 3))})
+    wait_for(lambda: pool.status()["workers"][0]["state"] == "busy", "the worker to compute")
+    os.kill(pool.pid("rollout-0"), signal.SIGKILL)
+    pool.wait_for_workers(0)
+    pool.start_worker(1)
+    assert request.result()["actions"].shape == (1, 3)
+
+
+def test_a_frozen_worker_is_replaced_and_its_late_replies_are_dropped(pool: Pool) -> None:
+    pool.start_broker("broker.heartbeat_timeout_s=0.6")
+    for rank in range(2):
+        pool.start_worker(rank, seconds=0.02)
+    pool.wait_for_workers(2)
+    load = Load(pool, clients=4)
+    load.wait_for(50)
+    os.kill(pool.pid("rollout-0"), signal.SIGSTOP)
+    pool.wait_for_workers(1)
+    load.wait_for(50)
+    os.kill(pool.pid("rollout-0"), signal.SIGCONT)
+    pool.wait_for_workers(2)
+    load.wait_for(50)
+    load.finish()
+    counters = pool.counters()
+    assert counters["answered"] == load.answered.total()
+    assert counters["requests"] == counters["answered"] + counters["cancelled"]
+
+
+def test_a_stuck_policy_loses_its_requests_to_another_worker(pool: Pool) -> None:
+    pool.start_broker("rollout.attempt_timeout_s=0.5")
+    pool.start_worker(0)
+    pool.wait_for_workers(1)
+    stuck = pool.client().submit({"x": np.ones((1, 3)), "command": ["sleep 3"]}, timeout=25)
+    wait_for(lambda: pool.status()["workers"][0]["state"] == "stuck", "the quarantine")
+    pool.start_worker(1)
+    assert pool.client().infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
+    with pytest.raises(AttemptsExhausted, match="rollout-0 held it.*rollout-1 held it"):
+        stuck.result()
+
+
+def test_a_request_that_kills_its_workers_ends_in_an_error_with_its_history(pool: Pool) -> None:
+    pool.start(workers=2, seconds=0.1)
+    blockers = [pool.client().submit({"x": np.zeros((1, 3))}) for _ in range(2)]
+    mates = [pool.client().submit({"x": np.full((1, 3), float(i))}) for i in range(1, 4)]
+    poison = pool.client().submit({"x": np.zeros((1, 3)), "command": ["die"]})
+    for generation in range(2, 5):
+        pool.start_worker(generation, world_size=9)
+    with pytest.raises(AttemptsExhausted, match=r"3 rollout workers.*was lost.*was lost.*was lost"):
+        poison.result()
+    for value, mate in enumerate(mates, start=1):
+        assert mate.result()["actions"][0, 0] == value
+    for blocker in blockers:
+        blocker.result()
+
+
+def test_a_broker_restart_under_load_ends_every_call_in_its_answer(pool: Pool) -> None:
+    pool.start(workers=2, seconds=0.005)
+    load = Load(pool, clients=6)
+    load.wait_for(100)
+    os.kill(pool.pid("broker"), signal.SIGKILL)
+    pool.launcher.children["broker"].process.wait()
+    pool.start_broker()
+    load.wait_for(200)
+    load.finish()
+
+
+def test_a_stopping_broker_says_so_to_waiting_clients_and_exits_cleanly(pool: Pool) -> None:
+    pool.start(workers=0)
+    request = pool.client().submit({"x": np.ones((1, 3))})
+    wait_for(lambda: pool.counters()["requests"] == 1, "the request")
+    process = pool.launcher.children["broker"].process
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(BrokerStopping):
+        request.result()
+    assert process.wait(10) == 0
+
+
+def test_a_terminated_worker_finishes_its_batch_first(pool: Pool, folder: Path) -> None:
+    begun = folder / "begun"
+    pool.start(workers=1, policy="Touching", path=begun, seconds=0.5)
+    request = pool.client().submit({"x": np.ones((1, 3))})
+    wait_for(begun.exists, "the policy call")
+    process = pool.launcher.children["rollout-0"].process
+    process.send_signal(signal.SIGTERM)
+    assert request.result()["actions"].shape == (1, 3)
+    assert process.wait(10) == 0
+    counters = pool.counters()
+    assert (counters["requeued"], counters["lost_workers"]) == (0, 0)
+    assert pool.status()["workers"] == []
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_second_broker_on_an_endpoint_refuses_and_leaves_the_first_alone(
+    pool: Pool, transport: str
+) -> None:
+    if transport == "tcp":
+        pool.start_broker("broker.frontend=tcp://127.0.0.1:0", "broker.backend=tcp://127.0.0.1:0")
+        line = wait_for(lambda: next((li for li in pool.lines if "serving" in li), ""), "the broker")
+        pool.frontend, pool.backend = re.findall(r"tcp://[\d.:]+", line)
+        pool.overrides = [f"broker.frontend={pool.frontend}", f"broker.backend={pool.backend}"]
+        pool.status_client.close()
+        pool.status_client = StatusClient(pool.frontend)
+        pool.start_worker(0)
+        pool.wait_for_workers(1)
+    else:
+        pool.start()
+    pool.launcher.start("second", ["start-broker", *pool.overrides])
+    second = pool.launcher.children["second"]
+    assert second.process.wait(20) == 2
+    second.reader.join()
+    assert any(pool.frontend in li and "in use" in li.lower() for li in second.last_lines)
+    assert pool.client().infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
+
+
+def hostile_messages() -> list[list[bytes]]:
+    """Nonsense of every kind that a socket can bring."""
+    encoded = encode({"x": np.ones((2, 2000))})
+    header = Header(Op.INFER, request_id=5, frames=1, rows=2, budget_ms=1000)
+    good = [header.pack() + encoded.meta, bytes(encoded.buffers[0])]
+    dice = random.Random(0)
+    messages = [good[:1], [*good, b"more"], [b""], [b"", b"", b""], [b"x"] * 50, [b"x"] * 5000]
+    messages += [[good[0][:length], good[1]] for length in range(0, len(good[0]), 7)]
+    messages += [[dice.randbytes(dice.randrange(300)) for _ in range(n % 6 + 1)] for n in range(100)]
+    for op in range(256):
+        messages.append([Header(op, request_id=op, rows=2**32 - 1, frames=0).pack()])
+        messages.append([Header(op, request_id=op).pack() + dice.randbytes(40), b"a", b"b"])
+        messages.append([Header(op).pack() + encode_meta({"name": ["no str"], "incarnation": "x"})])
+    return messages
+
+
+def test_nonsense_at_either_socket_harms_no_other_client(pool: Pool) -> None:
+    pool.start(workers=2)
+    load = Load(pool, clients=3)
+    strangers = [raw_dealer(pool, endpoint) for endpoint in (pool.frontend, pool.backend)]
+    registered = [raw_dealer(pool, endpoint) for endpoint in (pool.frontend, pool.backend)]
+    for number, socket in enumerate(registered):
+        hello = {"name": f"hostile-{number}", "incarnation": 1}
+        socket.send(Header(Op.HELLO).pack() + encode_meta(hello))
+        assert unpack(socket.recv()).op == Op.WELCOME
+    for socket in strangers + registered:
+        for message in hostile_messages():
+            socket.send_multipart(message)
+    load.wait_for(300)
+    wait_for(lambda: pool.counters()["malformed"] > 1000, "the nonsense to be counted")
+    for socket in registered:  # a hostile worker may not keep the work that it asked for
+        socket.close(0)
+    load.wait_for(300)
+    load.finish()
+    for socket in strangers:
+        socket.close(0)
+
+
+def test_a_request_that_cannot_be_decoded_is_refused_and_its_batch_mates_are_answered(
+    pool: Pool,
+) -> None:
+    pool.start(seconds=0.1)
+    blocker, mate = pool.client(), pool.client()
+    socket = raw_dealer(pool, pool.frontend)
+    socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "odd", "incarnation": 1}))
+    assert unpack(socket.recv()).op == Op.WELCOME
+    pending = [blocker.submit({"x": np.zeros((1, 3))})]
+    socket.send(Header(Op.INFER, request_id=9, rows=2, budget_ms=20_000).pack() + b"\xc1 not msgpack")
+    pending.append(mate.submit({"x": np.ones((1, 3))}))
+    for request in pending:
+        assert request.result()["actions"].shape == (1, 3)
+    assert socket.poll(10_000)
+    reply = socket.recv()
+    assert (unpack(reply).op, unpack(reply).request_id) == (Op.ERROR, 9)
+    assert decode_meta(reply[HEADER_SIZE:])["code"] == "refused"
+    socket.close(0)
+
+
+def test_a_peer_of_another_protocol_version_is_told_so(pool: Pool) -> None:
+    pool.start()
+    for endpoint in (pool.frontend, pool.backend):
+        socket = raw_dealer(pool, endpoint)
+        hello = bytearray(Header(Op.HELLO, request_id=3).pack() + encode_meta({"name": "old"}))
+        hello[4] = 99
+        socket.send(bytes(hello))
+        assert socket.poll(10_000)
+        reply = socket.recv()
+        assert unpack(reply).op == Op.ERROR
+        assert "version 99" in decode_meta(reply[HEADER_SIZE:])["message"]
+        socket.close(0)
+    assert pool.client().infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
+
+
+def test_a_client_that_never_reads_does_not_slow_the_others(pool: Pool) -> None:
+    pool.start()
+    deaf = zmq.Context.instance().socket(zmq.DEALER)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.connect(pool.frontend)
+    deaf.send(Header(Op.HELLO).pack() + encode_meta({"name": "deaf", "incarnation": 1}))
+    big = encode({"x": np.ones((1, 100_000))})
+    load = Load(pool, clients=2)
+    load.wait_for(100)
+    for request_id in range(1, 200):
+        header = Header(Op.INFER, request_id=request_id, frames=1, rows=1, budget_ms=20_000)
+        deaf.send(header.pack() + big.meta, zmq.SNDMORE)
+        deaf.send(big.buffers[0])
+    load.wait_for(200)
+    load.finish()
+    counters = wait_for(
+        lambda: (c := pool.counters())["requests"] == c["answered"] and c, "the queue to empty"
+    )
+    assert counters["malformed"] == counters["errors"] == 0
+    deaf.close(0)
+
+
+def test_the_requests_of_vanished_clients_are_dropped_without_inference(pool: Pool) -> None:
+    pool.start(seconds=0.3)
+    blocker = pool.client().submit({"x": np.zeros((1, 3))})
+    wait_for(lambda: pool.status()["workers"][0]["state"] == "busy", "the worker to compute")
+    context = zmq.Context()
+    vanishing = [sockets.dealer(context, pool.frontend) for _ in range(50)]
+    for number, socket in enumerate(vanishing):
+        socket.send(Header(Op.HELLO).pack() + encode_meta({"name": f"c{number}", "incarnation": 1}))
+        header = Header(Op.INFER, request_id=1, rows=1, budget_ms=60_000)
+        socket.send(header.pack() + encode({"x": np.ones((1, 3)), "command": ["sleep 9"]}).meta)
+    wait_for(lambda: pool.counters()["requests"] == 51, "the requests")
+    context.destroy(0)
+    blocker.result()
+    status = wait_for(
+        lambda: (s := pool.status())["open_requests"] == 0 and s, "the queue to empty", timeout=50
+    )
+    assert status["open_bytes"] == 0
+    assert status["counters"]["cancelled"] >= 49
+
+
+def test_in_normal_mode_a_client_without_a_rank_gets_a_named_error(pool: Pool) -> None:
+    pool.start_broker(decoupled=False)
+    pool.start_worker(0, world_size=1)
+    pool.wait_for_workers(1)
+    with pytest.raises(RequestRefused, match="rank and world_size"):
+        pool.client().infer({"x": np.ones((1, 3))})
+    ranked = pool.client(rank=0, world_size=1)
+    assert ranked.infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
+
+
+def test_in_normal_mode_the_others_go_on_when_an_env_is_killed_or_says_goodbye(pool: Pool) -> None:
+    pool.start_broker(decoupled=False)
+    pool.start_worker(0, world_size=1)
+    pool.wait_for_workers(1)
+    clients = [pool.client(rank=rank, world_size=3) for rank in range(3)]
+    wait_for(lambda: len(pool.status()["clients"]) == 3, "the clients to register")
+    for _ in range(3):
+        pending = [c.submit({"x": np.ones((2, 3))}) for c in clients]
+        for p in pending:
+            p.result()
+    assert pending[0].result()["rows"].tolist() == [6, 6], "the worker did not wait for all its envs"
+    clients[2].close()
+    pending = [c.submit({"x": np.ones((2, 3))}) for c in clients[:2]]
+    assert [p.result()["rows"][0] for p in pending] == [4, 4]
+    clients[1]._socket.close(0)  # as if the process had been killed: no goodbye
+    assert clients[0].infer({"x": np.ones((2, 3))})["rows"].tolist() == [2, 2]
+    clients[1]._connect()
+
+
+def test_in_normal_mode_a_lost_rollout_workers_envs_move_to_the_live_one(pool: Pool) -> None:
+    pool.start_broker(decoupled=False)
+    for rank in range(2):
+        pool.start_worker(rank, seconds=0.01)
+    pool.wait_for_workers(2)
+    clients = [pool.client(rank=rank, world_size=4) for rank in range(4)]
+    wait_for(lambda: len(pool.status()["clients"]) == 4, "the clients to register")
+    for killed in (False, True):
+        for _ in range(10):
+            pending = [c.submit({"x": np.full((1, 3), float(i))}) for i, c in enumerate(clients)]
+            if killed and "rollout-0" in {w["name"] for w in pool.status()["workers"]}:
+                os.kill(pool.pid("rollout-0"), signal.SIGKILL)
+                pool.wait_for_workers(1)
+            assert [p.result()["actions"][0, 0] for p in pending] == [0, 1, 2, 3]
+    assert pending[0].result()["rows"].tolist() == [4]
+
+
+def test_sixty_four_clients_fill_batches_and_share_two_workers(pool: Pool) -> None:
+    pool.start(workers=2, seconds=0.005)
+    clients = [pool.client() for _ in range(64)]
+    pending = {client: client.submit({"x": np.ones((1, 3))}) for client in clients}
+    for client in clients:
+        pending[client].result()
+    before = pool.status()
+    for _ in range(60):
+        pending = {client: client.submit({"x": np.ones((1, 3))}) for client in clients}
+        for client in clients:
+            pending[client].result()
+    after = pool.status()
+    shards, batches = (
+        sum(s[key] for s in after["totals"].values()) - sum(s[key] for s in before["totals"].values())
+        for key in ("shards", "batches")
+    )
+    assert shards == 64 * 60
+    assert shards / batches >= 12
+    share = after["totals"]["rollout-0"]["shards"] / after["counters"]["shards"]
+    assert 0.4 <= share <= 0.6
