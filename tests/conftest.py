@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -47,9 +48,7 @@ class Pool:
         mode = f"runner.enable_decoupled_mode={str(decoupled).lower()}"
         self.launcher.start("broker", ["start-broker", *self.overrides, mode, *overrides])
 
-    def start_worker(
-        self, rank: int, policy: str = "Echo", world_size: int = 2, **kwargs: Any
-    ) -> None:
+    def start_worker(self, rank: int, policy: str = "Echo", world_size: int = 2, **kwargs: Any) -> None:
         self.launcher.start(
             f"rollout-{rank}",
             [
@@ -110,3 +109,12 @@ def pool(folder: Path) -> Iterator[Pool]:
     pool = Pool(folder)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def free_ports() -> list[int]:
+    """Two ports that nobody listens on."""
+    with socket.socket() as first, socket.socket() as second:
+        for listener in (first, second):
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in (first, second)]

@@ -71,11 +71,15 @@ def raises_at_once(**kwargs: Any) -> None:
     raise FileNotFoundError("no weights at model.pt")
 
 
-def cart_pole(noise: float = 0.0) -> Any:
-    """Balances CartPole by a rule; returns Discrete actions."""
+class Balance:
+    """Chooses between two actions by the observation; balances CartPole with `damping` 0.5.
 
-    class Balance:
-        def infer(self, observation: np.ndarray, eval_mask: np.ndarray) -> np.ndarray:
-            return (observation[:, 2] + 0.5 * observation[:, 3] > 0).astype(np.int64)
+    Without damping it falls sooner or later; when depends on the start state alone.
+    """
 
-    return Balance()
+    def __init__(self, damping: float = 0.5) -> None:
+        self.damping = damping
+
+    def infer(self, observation: np.ndarray, eval_mask: np.ndarray) -> np.ndarray:
+        lean = observation[:, -2] + self.damping * observation[:, -1]
+        return (lean > 0).astype(np.int64)

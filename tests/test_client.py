@@ -135,7 +135,7 @@ def test_observations_that_cannot_be_sent_are_refused_by_path(pool: Pool) -> Non
     client = pool.start().client()
     with pytest.raises(EncodeError, match=r"camera\.front"):
         client.infer({"x": np.ones((2, 3)), "camera": {"front": np.array([None, object()])}})
-    with pytest.raises(EncodeError, match="3 rows.*2"):
+    with pytest.raises(EncodeError, match=r"3 rows.*2"):
         client.infer({"x": np.ones((2, 3)), "y": np.ones((3, 1))})
     assert client.infer(x(4))["actions"][0, 0] == 4
 
@@ -151,7 +151,7 @@ def test_a_failing_policy_is_an_error_with_the_remote_traceback(pool: Pool) -> N
     client = pool.start().client()
     with pytest.raises(PolicyError, match=r"this row is marked(.|\n)*policies\.py"):
         client.infer({"x": np.ones((1, 3)), "command": ["raise"]})
-    with pytest.raises(PolicyError, match="shape.*for 1 observations"):
+    with pytest.raises(PolicyError, match=r"shape.*for 1 observations"):
         client.infer({"x": np.ones((1, 3)), "command": ["wrong rows"]})
     assert client.infer(x(4))["actions"][0, 0] == 4
 
@@ -262,8 +262,7 @@ def test_after_a_fork_parent_and_children_each_get_their_own_answers(pool: Pool)
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
     children = [
-        fork.Process(target=_infer_in_child, args=(client, float(value), answers))
-        for value in (1, 2, 3)
+        fork.Process(target=_infer_in_child, args=(client, float(value), answers)) for value in (1, 2, 3)
     ]
     for child in children:
         child.start()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zmqrl.errors import ConfigError, EndpointError, ZmqrlError
+from zmqrl.runner.process import log_to_stderr, tie_to_launcher
 
 log = logging.getLogger("zmqrl")
 
@@ -26,10 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 on success, 2 on a bad configuration or command line, 1 on any other failure.
     """
-    try:
-        from zmqrl.runner.process import log_to_stderr, tie_to_launcher
-    except ImportError as error:
-        return _fail(f"this command needs more than the client: pip install 'zmqrl[env]' ({error})", 2)
     tie_to_launcher()
     log_to_stderr()
     options = _parse(arguments)
@@ -37,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(options)
     except ImportError as error:
-        return _fail(f"a package is missing: {error}; see 'Install' in the README", 1)
+        extra = "torch" if error.name == "torch" else "env"
+        return _fail(f"{error}; this command needs pip install 'zmqrl[{extra}]'", 1)
     except (ConfigError, EndpointError) as error:
         _show_cause(error)
         return _fail(str(error), 2)

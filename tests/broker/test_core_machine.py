@@ -98,9 +98,9 @@ class PoolMachine(RuleBasedStateMachine):
     # -- Clients
 
     @precondition(lambda self: len(self.clients) < MOST_CLIENTS)
-    @rule(rank=st.integers(0, 3))
-    def client_joins(self, rank):
-        hello = {"incarnation": 10, "rank": rank, "world_size": 4}
+    @rule(rank=st.integers(0, 3), mode=st.sampled_from(["train", "eval"]))
+    def client_joins(self, rank, mode):
+        hello = {"incarnation": 10, "rank": rank, "world_size": 4, "mode": mode}
         fake = self.pool.client(f"c{len(self.all_clients)}", **hello)
         self.all_clients.append(ModelClient(fake, hello))
 
@@ -391,7 +391,8 @@ class PoolMachine(RuleBasedStateMachine):
 
 def _is_waited_for(client, is_eval, stage):
     asks = any((o.eval, o.stage) == (is_eval, stage) for o in client.owed.values())
-    return client.modes.get(stage) is is_eval and not asks
+    announced = client.hello["mode"] == "eval" if stage == 0 else None
+    return client.modes.get(stage, announced) is is_eval and not asks
 
 
 def bad_result(batch, how):

@@ -149,6 +149,8 @@ def test_a_request_of_another_version_is_refused_by_its_id():
         {"name": "a", "rank": -1, "world_size": 2},
         {"name": "a", "rank": 0, "world_size": 0},
         {"name": "a", "rank": [], "world_size": {}},
+        {"name": "a", "mode": "test"},
+        {"name": "a", "mode": []},
     ],
     ids=repr,
 )

@@ -1,6 +1,8 @@
 import pytest
 from driver import STEP, Pool
 
+from zmqrl.transport.header import FLAG_EVAL
+
 # -- Decoupled mode: the shared queue
 
 
@@ -283,29 +285,33 @@ def test_the_queue_size_and_the_wait_of_decoupled_mode_do_not_bound_a_barrier():
     assert last(worker) == [0, 1, 2, 3]
 
 
-def test_the_first_request_of_an_env_waits_for_those_who_have_asked_before():
+def test_an_env_that_has_not_asked_yet_is_waited_for():
     pool, (e0, e1), (worker,) = ranks(2, 1)
     e0.ask()
-    pool.turn()  # e1 has not asked for anything yet: nobody knows whether it will
-    assert last(worker) == [0]
-    worker.answer()
+    pool.wait(5.0)
+    assert worker.batches == []
     e1.ask()
-    pool.turn()
-    assert len(worker.batches) == 1
-    e0.ask()
     pool.turn()
     assert last(worker) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "other", [{"eval": True}, {"stage": 1}, {"stage": 1, "eval": True}], ids=["eval", "stage", "both"]
-)
-def test_modes_and_pipeline_stages_have_barriers_of_their_own(other):
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_an_env_that_has_not_asked_yet_is_waited_for_only_in_the_mode_that_it_announced(mode):
+    pool = Pool(decoupled=False)
+    asks = pool.client("e0", rank=0, world_size=2, mode=mode)
+    pool.client("e1", rank=1, world_size=2, mode="eval" if mode == "train" else "train")
+    worker = pool.worker("w")
+    asks.ask(eval=mode == "eval")
+    pool.turn()
+    assert last(worker) == [0]
+
+
+def test_train_and_eval_have_barriers_of_their_own():
     pool, (e0, e1, e2, e3), (worker,) = ranks(4, 1)
     for client in (e0, e1):
         client.ask()
     for client in (e2, e3):
-        client.ask(**other)
+        client.ask(eval=True)
     pool.turn()
     assert last(worker) == [0, 1]
     worker.answer()
@@ -313,14 +319,33 @@ def test_modes_and_pipeline_stages_have_barriers_of_their_own(other):
     assert last(worker) == [2, 3]
     worker.answer()
     e0.ask()
-    e2.ask(**other)
-    e3.ask(**other)
+    e2.ask(eval=True)
+    e3.ask(eval=True)
     pool.turn()
     assert last(worker) == [2, 3]  # e1 is still missing in its own group
     worker.answer()
     e1.ask()
     pool.turn()
     assert last(worker) == [0, 1]
+
+
+@pytest.mark.parametrize("is_eval", [False, True], ids=["train", "eval"])
+def test_pipeline_stages_have_barriers_of_their_own(is_eval):
+    pool, (e0, e1), (worker,) = ranks(2, 1)
+    for stage in (0, 1):
+        for client in (e0, e1):
+            client.ask(stage=stage, eval=is_eval)
+        pool.turn()
+        worker.answer()
+    e0.ask(stage=0, eval=is_eval)
+    e0.ask(stage=1, eval=is_eval)
+    e1.ask(stage=1, eval=is_eval)
+    pool.turn()
+    assert worker.who[2:] == [["e04", "e13"]]
+    worker.answer()
+    e1.ask(stage=0, eval=is_eval)
+    pool.turn()
+    assert worker.who[3:] == [["e03", "e14"]]
 
 
 def test_an_env_that_changes_its_mode_is_no_longer_waited_for_in_the_old_one():
@@ -500,32 +525,53 @@ def test_a_request_that_kills_its_workers_takes_no_rank_mates_with_it():
 
 @pytest.mark.xfail(strict=True, reason="groups are served in the order in which they first appeared")
 def test_the_barrier_with_the_oldest_request_is_served_first():
-    pool, (e0, e1), (worker,) = ranks(2, 1)
-    e0.ask()
+    pool = Pool(decoupled=False)
+    train = pool.client("train", rank=0, world_size=2)
+    evaluation = pool.client("eval", rank=1, world_size=2, mode="eval")
+    worker = pool.worker("w")
+    train.ask()
     pool.turn()
-    e1.ask(eval=True)
+    evaluation.ask(eval=True)
     pool.turn(STEP)
-    e0.ask(stage=1)
-    pool.turn(STEP)
-    e0.ask()  # the group that was first to appear, but the last to be complete
-    worker.answer()
+    train.ask()  # the group that was first to appear, but the last to be complete
     for _ in range(3):
-        pool.turn()
         worker.answer()
-    assert worker.who == [["e01"], ["e11"], ["e02"], ["e03"]]
+        pool.turn(STEP)
+    assert worker.who == [["train1"], ["eval1"], ["train2"]]
 
 
 @pytest.mark.xfail(strict=True, reason="groups are served in the order in which they first appeared")
 def test_evaluation_is_not_starved_by_two_pipeline_stages_of_training():
-    pool, (train, evaluation), (worker,) = ranks(2, 1)
+    pool = Pool(decoupled=False)
+    train = pool.client("train", rank=0, world_size=2)
+    evaluation = pool.client("eval", rank=1, world_size=2, mode="eval")
+    worker = pool.worker("w")
     train.ask(stage=0)
     train.ask(stage=1)
     evaluation.ask(eval=True)
     for _ in range(20):  # a worker that is slower than its simulators
         pool.turn(STEP)
-        stage = worker.batch.headers[0].stage
-        is_eval = worker.batch.headers[0].flags
+        (header,) = worker.batch.headers
         worker.answer()
-        if not is_eval:
-            train.ask(stage=stage)
+        if not header.flags & FLAG_EVAL:
+            train.ask(stage=header.stage)
+    pool.turn()
     assert evaluation.answers == [("REPLY", 1)]
+
+
+@pytest.mark.xfail(strict=True, reason="requests that were released by different barriers are merged")
+def test_an_env_has_one_request_in_a_batch_after_two_rollout_workers_were_lost_with_it():
+    pool, (e0,), (old,) = ranks(1, 1)
+    e0.ask()
+    e0.ask()
+    pool.turn()
+    new = pool.worker("w0", rank=0, world_size=1)  # it has restarted; its old self is not missed yet
+    pool.turn()
+    assert (old.who, new.who) == ([["e01"]], [["e02"]])
+    new.lose()
+    old.lose()
+    newest = pool.worker("w0", rank=0, world_size=1)
+    for _ in range(2):
+        pool.turn()
+        newest.answer()
+    assert newest.who == [["e01"], ["e02"]]

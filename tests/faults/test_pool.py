@@ -134,7 +134,7 @@ def test_a_stuck_policy_loses_its_requests_to_another_worker(pool: Pool) -> None
     wait_for(lambda: pool.status()["workers"][0]["state"] == "stuck", "the quarantine")
     pool.start_worker(1)
     assert pool.client().infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
-    with pytest.raises(AttemptsExhausted, match="rollout-0 held it.*rollout-1 held it"):
+    with pytest.raises(AttemptsExhausted, match=r"rollout-0 held it.*rollout-1 held it"):
         stuck.result()
 
 

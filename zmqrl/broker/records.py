@@ -147,9 +147,7 @@ class Introduction:
                 raise DecodeError(f"HELLO: {key} must be a number of at least 0")
         if rank is not None and rank >= world_size:
             raise DecodeError(f"HELLO: rank {rank} is not below world_size {world_size}")
-        return cls(
-            name, numbers["incarnation"], rank, world_size, host, numbers["pid"], mode == "eval"
-        )
+        return cls(name, numbers["incarnation"], rank, world_size, host, numbers["pid"], mode == "eval")
 
 
 @dataclass(slots=True)

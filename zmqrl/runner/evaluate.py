@@ -67,7 +67,8 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
     lines.close()
     if json_file is not None:
         json_file.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-    console.print(summary(metrics, run.envs, run.status, config.rollout_workers))
+    if metrics["env_steps"]:
+        console.print(summary(metrics, run.envs, run.status))
     console.print(f"[dim]written to {folder}[/dim]")
     run.raise_if_incomplete()
 

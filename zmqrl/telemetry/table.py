@@ -12,16 +12,14 @@ from rich.text import Text
 from zmqrl.telemetry.metrics import EnvView, Metrics, span, summed
 
 
-def summary(
-    metrics: Metrics, envs: Sequence[EnvView], status: dict[str, Any], rollout_workers: int
-) -> RenderableType:
+def summary(metrics: Metrics, envs: Sequence[EnvView], status: dict[str, Any]) -> RenderableType:
     """The tables of an evaluation: results, each part, the time split, and what limits the run."""
     return Group(
         _results(metrics),
         _time_split(envs),
         _rollout_table(envs, status),
         _env_table(envs),
-        _limit(metrics, envs),
+        _limit(metrics),
     )
 
 
@@ -125,6 +123,6 @@ _MEANING = {
 }
 
 
-def _limit(metrics: Metrics, envs: Sequence[EnvView]) -> Text:
+def _limit(metrics: Metrics) -> Text:
     limit = str(metrics.get("bottleneck"))
     return Text.assemble(("Limited by ", "bold"), (limit, "bold cyan"), f": {_MEANING.get(limit, '')}.")

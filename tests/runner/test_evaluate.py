@@ -1,0 +1,283 @@
+"""Whole evaluations by the command line: real processes from start to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import TESTS, wait_for
+
+POLICY = f"rollout.policy={TESTS / 'policies.py'}:Balance"
+SIM = f"env.factory={TESTS / 'sims.py'}"
+BOTH_MODES = pytest.mark.parametrize("decoupled", [True, False])
+
+
+class Run:
+    """One `zmqrl evaluate` as a process."""
+
+    def __init__(self, folder: Path, *overrides: str, decoupled: bool = True, policy: str = POLICY):
+        self.json = folder / "result.json"
+        self.output = folder / "output.txt"
+        self._file = self.output.open("w")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "zmqrl", "evaluate", f"--json={self.json}"),
+                f"runner.enable_decoupled_mode={str(decoupled).lower()}",
+                f"runner.logger.log_path={folder}",
+                policy,
+                *overrides,
+            ],
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+        )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait(self, timeout: float = 50) -> int:
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.process.kill()
+            self._file.close()
+
+    def result(self) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads(self.json.read_text())
+        return result
+
+    def part(self, *words: str) -> psutil.Process:
+        """The process of a part, by words of its command line."""
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.ZombieProcess):
+                if all(word in child.cmdline() for word in words):
+                    return child
+        raise LookupError(words)
+
+    def rollout(self, rank: int) -> psutil.Process:
+        return self.part("start-rollout-worker", str(rank))
+
+    def env(self, rank: int) -> psutil.Process:
+        return self.part("start-env-worker", str(rank))
+
+    def wait_until_it_steps(self) -> None:
+        wait_for(lambda: "evaluating" in self.text() or self.process.poll() is not None, "steps", 40)
+        assert self.process.poll() is None, self.text()
+
+
+@BOTH_MODES
+def test_an_evaluation_counts_exactly_the_episodes_asked_for(folder: Path, decoupled: bool) -> None:
+    run = Run(
+        folder,
+        "env.id=CartPole-v1",
+        "env.eval={total_num_envs: 5, rollout_epoch: 3, max_episode_steps: 40, seed: 1}",
+        "cluster.component_placement={env: 0-2, rollout: 0-1}",
+        decoupled=decoupled,
+    )
+    assert run.wait() == 0, run.text()
+    result = run.result()
+    assert result["eval/num_trajectories"] == 15
+    assert result["eval/missing_trajectories"] == 0
+    assert result["eval/return"] == result["eval/episode_len"] == 40
+    assert "eval/success_once" not in result, "CartPole reports no success"
+    assert result["broker/requests"] == result["broker/answered"] > 0
+    assert result["broker/dropped"] == result["broker/requeued"] == result["broker/errors"] == 0
+    for key in ("time/env/step", "time/broker/queue", "time/rollout/predict", "env_steps_per_s"):
+        assert result[key] > 0
+    assert result["rollout/mean_rows_per_batch"] >= result["rollout/mean_shards_per_batch"] >= 1
+    assert result["bottleneck"] in ("env", "queue", "rollout")
+    assert result["wall_s"] > 0
+
+
+def test_more_rollout_workers_than_env_workers_are_fine_in_normal_mode(folder: Path) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        "env.eval.total_num_envs=2",
+        "cluster.component_placement={env: 0-1, rollout: 0-2}",
+        decoupled=False,
+    )
+    assert run.wait() == 0, run.text()
+    assert run.result()["eval/success_at_end"] == 1.0
+
+
+def test_pipeline_stages_play_the_same_episodes(folder: Path) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        "env.eval={total_num_envs: 5, rollout_epoch: 2}",
+        "env.pipeline_stages=2",
+        "cluster.component_placement={env: 0-1, rollout: '0'}",
+    )
+    assert run.wait() == 0, run.text()
+    assert run.result()["eval/num_trajectories"] == 10
+    assert run.result()["eval/episode_len"] == 10
+
+
+def test_fixed_reset_states_give_the_same_returns_in_both_modes(folder: Path) -> None:
+    returns = []
+    for decoupled in (True, False):
+        place = folder / str(decoupled)
+        place.mkdir()
+        run = Run(
+            place,
+            "env.id=CartPole-v1",
+            "env.eval={total_num_envs: 4, rollout_epoch: 2, use_fixed_reset_state_ids: true, seed: 5}",
+            "env.eval.max_episode_steps=500",
+            "cluster.component_placement={env: 0-1, rollout: '0'}",
+            "rollout.policy_kwargs.damping=0",
+            decoupled=decoupled,
+        )
+        assert run.wait() == 0, run.text()
+        returns.append(run.result()["eval/return"])
+    assert returns[0] == returns[1]
+    assert 5 < returns[0] < 400
+
+
+@BOTH_MODES
+def test_every_episode_is_counted_although_a_rollout_worker_is_killed(
+    folder: Path, decoupled: bool
+) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        "env.kwargs.length=150",
+        "env.eval={total_num_envs: 8, rollout_epoch: 2}",
+        "env.delay_sampler={type: constant, delay: 0.03}",
+        "cluster.component_placement={env: 0-3, rollout: 0-1}",
+        decoupled=decoupled,
+    )
+    run.wait_until_it_steps()
+    run.rollout(0).send_signal(signal.SIGKILL)
+    assert run.wait() == 0, run.text()
+    assert run.result()["eval/num_trajectories"] == 16
+    assert run.result()["eval/episode_len"] == 150
+    assert "rollout-0 was killed by SIGKILL" in run.text()
+
+
+@BOTH_MODES
+def test_the_others_go_on_although_half_of_the_env_workers_are_killed(
+    folder: Path, decoupled: bool
+) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        "env.kwargs.length=150",
+        "env.eval={total_num_envs: 4, rollout_epoch: 2}",
+        "env.delay_sampler={type: constant, delay: 0.03}",
+        "cluster.component_placement={env: 0-3, rollout: 0-1}",
+        decoupled=decoupled,
+    )
+    run.wait_until_it_steps()
+    for rank in (1, 2):
+        run.env(rank).send_signal(signal.SIGKILL)
+    assert run.wait() == 1, run.text()
+    result = run.result()
+    assert result["missing"] == "eval-1, eval-2"
+    assert result["eval/num_trajectories"] + result["eval/missing_trajectories"] == 8
+    assert result["eval/num_trajectories"] >= 4
+    assert "eval-1 was killed by SIGKILL" in run.text()
+
+
+def test_an_env_worker_stuck_in_a_step_is_named_and_the_rest_is_counted(folder: Path) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:second_hangs",
+        "env.eval.total_num_envs=3",  # the worker with two envs hangs in its third step
+        "runner.stall_timeout_s=3",
+        "cluster.component_placement={env: 0-1, rollout: '0'}",
+    )
+    assert run.wait() == 1
+    assert run.result()["missing"] == "eval-0"
+    assert run.result()["eval/num_trajectories"] == 1
+    assert "eval-0 was silent for 3 s" in run.text()
+
+
+def test_an_env_that_raises_ends_its_worker_and_the_text_names_it(folder: Path) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        "env.kwargs={length: 50, raise_at: 37}",
+        "env.eval.total_num_envs=1",
+        "cluster.component_placement={env: '0', rollout: '0'}",
+    )
+    assert run.wait() == 1
+    assert "eval-0" in run.text().splitlines()[-1]
+    assert "exploded at step 37" in run.text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["env.id=NoSuchEnv-v0"], "NoSuchEnv"),
+        (["env.id=no_such_module:Env-v0"], "no_such_module"),
+        ([f"{SIM}:fails_to_start"], "the renderer has no display"),
+        ([f"{SIM}:no_such_name"], "no_such_name"),
+        (["env.id=CartPole-v1", "rollout.policy=no_such_module:policy"], "no_such_module"),
+        (
+            ["env.id=CartPole-v1", f"rollout.policy={TESTS / 'policies.py'}:raises_at_once"],
+            "no weights at model.pt",
+        ),
+        (
+            ["env.id=CartPole-v1", f"rollout.policy={TESTS / 'policies.py'}:Echo"],
+            "the policy failed|IndexError|only integers",
+        ),
+        (["env.id=CartPole-v1", "broker.frontend=ipc:///no/such/folder/f"], "/no/such/folder"),
+    ],
+)
+def test_what_cannot_start_ends_the_run_with_its_cause(
+    folder: Path, overrides: list[str], words: str
+) -> None:
+    run = Run(folder, "cluster.component_placement={env: 0-1, rollout: 0-1}", *overrides)
+    assert run.wait() in (1, 2)
+    last = run.text().splitlines()[-1]
+    assert last.startswith("error: "), run.text()
+    assert any(word in run.text() for word in words.split("|")), run.text()
+
+
+@pytest.mark.parametrize("overrides", [["env.id=CartPole-v1", "rolout.policy=x:y"], [POLICY], []])
+def test_a_bad_configuration_exits_with_2_and_starts_nothing(folder: Path, overrides: list[str]) -> None:
+    run = Run(folder, *overrides, policy="rollout.rollout_queue_size=0")
+    assert run.wait() == 2
+    assert run.text().startswith("error: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_within_ten_seconds_with_no_process_left(
+    folder: Path, number: signal.Signals
+) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:second_hangs",
+        "env.eval={total_num_envs: 3, rollout_epoch: 1000}",
+        "cluster.component_placement={env: 0-1, rollout: '0'}",
+    )
+    run.wait_until_it_steps()
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(children) == 4
+    begin = time.monotonic()
+    os.kill(run.process.pid, number)
+    assert run.wait(20) == 1
+    assert time.monotonic() - begin < 10
+    assert not any(child.is_running() for child in children)
+    assert f"stopped by {number.name}" in run.text()
+
+
+def test_a_run_can_use_tcp_endpoints(folder: Path, free_ports: list[int]) -> None:
+    first, second = free_ports
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        f"broker.frontend=tcp://127.0.0.1:{first}",
+        f"broker.backend=tcp://127.0.0.1:{second}",
+        "cluster.component_placement={env: 0-1, rollout: '0'}",
+    )
+    assert run.wait() == 0, run.text()

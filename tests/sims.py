@@ -1,0 +1,53 @@
+"""Simulators of the tests that misbehave on purpose."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Counter(gymnasium.Env[np.ndarray, int]):
+    """An episode of `length` steps; row 0 of the observation counts them."""
+
+    observation_space = spaces.Box(-1e9, 1e9, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length: int = 10, raise_at: int = -1, hang_at: int = -1) -> None:
+        self.length, self.raise_at, self.hang_at = length, raise_at, hang_at
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.steps += 1
+        if self.steps == self.raise_at:
+            raise ArithmeticError(f"the simulator exploded at step {self.steps}")
+        if self.steps == self.hang_at:
+            time.sleep(600)
+        done = self.steps >= self.length
+        return np.full(2, self.steps, np.float32), 1.0, done, False, {"success": done}
+
+
+def make(**kwargs: Any) -> Counter:
+    return Counter(**kwargs)
+
+
+def fails_to_start() -> Counter:
+    raise OSError("the renderer has no display")
+
+
+_made = 0
+
+
+def second_hangs(**kwargs: Any) -> Counter:
+    """In each process, the first env is good and the second hangs in its third step."""
+    global _made
+    _made += 1
+    return Counter(hang_at=3 if _made == 2 else -1, **kwargs)
