@@ -62,7 +62,9 @@ def test_later_overrides_win_over_earlier_ones_and_over_the_file(tmp_path: Path)
         ("env=3", ["env", "3"]),
     ],
 )
-def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(override: str, words: list[str]) -> None:
+def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(
+    override: str, words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as error:
         config.load(None, [override])
     for word in words:
@@ -98,7 +100,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_envs_are_shared_out_in_full_and_in_order() -> None:
     loaded = config.load(
-        None, ["cluster.component_placement.env=0-2", "env.eval.total_num_envs=8", "env.pipeline_stages=2"]
+        None,
+        ["cluster.component_placement.env=0-2", "env.eval.total_num_envs=8", "env.pipeline_stages=2"],
     )
     counts = [loaded.envs_of("eval", rank) for rank in range(3)]
     assert counts == [3, 3, 2]

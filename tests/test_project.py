@@ -27,7 +27,16 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_no_part_of_the_package_unpickles_or_evaluates_what_it_receives() -> None:
-    forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "recv_pyobj", "send_pyobj", "eval"}
+    forbidden = {
+        "pickle",
+        "cloudpickle",
+        "dill",
+        "marshal",
+        "shelve",
+        "recv_pyobj",
+        "send_pyobj",
+        "eval",
+    }
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             names = set()
@@ -141,7 +150,5 @@ def test_importing_the_client_takes_little_more_than_numpy_and_zmq() -> None:
         subprocess.run([sys.executable, "-c", statement], check=True)
         return time.perf_counter() - begin
 
-    ratios = [
-        seconds("from zmqrl import PolicyClient") / seconds("import numpy, zmq") for _ in range(9)
-    ]
+    ratios = [seconds("from zmqrl import PolicyClient") / seconds("import numpy, zmq") for _ in range(9)]
     assert statistics.median(ratios) < 1.4

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _start_broker(options: argparse.Namespace) -> int:
     from zmqrl import config
-    from zmqrl.broker.core import Options
+    from zmqrl.broker.pool import Options
     from zmqrl.broker.scheduling import Limits
     from zmqrl.broker.server import BrokerServer
     from zmqrl.runner.process import StopSignal

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from zmqrl.broker.core import Broker, Options
+from zmqrl.broker.core import Broker
+from zmqrl.broker.pool import Options
 from zmqrl.broker.scheduling import Limits
 from zmqrl.errors import DecodeError
 from zmqrl.transport.codec import decode, decode_meta, encode, encode_meta
@@ -292,8 +293,8 @@ class Pool:
 
     def send(self):
         """Empty the outboxes; returns whether a peer turned out to be gone."""
-        broker, lost = self.broker, False
-        to_clients, broker.to_clients = broker.to_clients, []
+        broker, lost, lost_workers = self.broker, False, []
+        to_clients, to_workers = broker.take_outbox()
         for peer, frames in to_clients:
             if peer in self.gone:
                 broker.client_unreachable(peer)
@@ -302,14 +303,12 @@ class Pool:
                 message = Received(frames)
                 if message.op is not Op.PROBE:
                     self.peers[peer].inbox.append(message)
-        to_workers, broker.to_workers = broker.to_workers, []
         for peer, frames in to_workers:
             is_batch = unpack(frames[0]).op == Op.BATCH
             if peer in self.gone:
                 if is_batch:
                     broker.undelivered(peer)
-                broker.worker_unreachable(peer)
-                lost = True
+                lost_workers.append(peer)
             elif is_batch and peer in self.lose_batches_to:
                 self.lose_batches_to.discard(peer)
                 self.lost_batches.append(ReceivedBatch(frames))
@@ -317,7 +316,9 @@ class Pool:
                 self.peers[peer].batches.append(ReceivedBatch(frames))
             elif unpack(frames[0]).op != Op.PROBE:
                 self.peers[peer].inbox.append(Received(frames))
-        return lost
+        for peer in lost_workers:
+            broker.worker_unreachable(peer)
+        return lost or bool(lost_workers)
 
     @property
     def status(self):

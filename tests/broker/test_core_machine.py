@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from driver import STEP, FakeClient, FakeWorker, Pool
+from driver import STEP, FakeClient, FakeWorker, Pool, ReceivedBatch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -46,7 +46,8 @@ class ModelWorker:
     """Batches looked at."""
     number: int = 0
     """Of the last batch that it received."""
-    holding: object = None
+    holding: ReceivedBatch | None = None
+    may_cross_until: float = 0.0
     free: bool = False
     """It has said that it is idle since it last held a batch."""
 
@@ -129,9 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
         client = self.client(pick)
         for _ in range(count):
             before = self.pool.counters["overloaded"]
-            request_id = client.fake.ask(
-                rows=rows, size=size, eval=is_eval, stage=stage, budget=budget
-            )
+            request_id = client.fake.ask(rows=rows, size=size, eval=is_eval, stage=stage, budget=budget)
             if self.pool.counters["overloaded"] == before:
                 client.owed[request_id] = Owed(is_eval, stage, self.now + budget)
                 client.modes[stage] = is_eval
@@ -194,10 +193,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def ready_crosses_the_batch(self, pick):
         worker = self.some(pick, (w for w in self.workers if w.holding))
-        if worker.holding.crossed:
-            return
-        worker.holding.crossed = True
-        worker.fake.ready(worker.holding.number - 1)
+        if self.now < worker.may_cross_until:
+            worker.may_cross_until = 0.0  # it says so once a second
+            worker.fake.ready(worker.holding.number - 1)
 
     @precondition(lambda self: any(w.holding for w in self.workers))
     @rule(pick=st.integers(0, 99), data=st.data())
@@ -216,7 +214,16 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(
         pick=st.integers(0, 99),
         how=st.sampled_from(
-            ["epoch", "number", "slots", "request id", "frames", "short table", "no bodies", "header only"]
+            [
+                "epoch",
+                "number",
+                "slots",
+                "request id",
+                "frames",
+                "short table",
+                "no bodies",
+                "header only",
+            ]
         ),
     )
     def worker_answers_badly(self, pick, how):
@@ -286,7 +293,7 @@ class PoolMachine(RuleBasedStateMachine):
                 assert worker.holding is None
                 worker.seen += 1
                 worker.number, worker.free, worker.holding = batch.number, False, batch
-                batch.crossed = False
+                worker.may_cross_until = self.now + 1.0
                 self.check_batch(batch)
         names = {row["name"] for row in self.pool.status["clients"]}
         for client in self.all_clients:
@@ -427,7 +434,7 @@ class NormalModeMachine(PoolMachine):
 def test_each_request_is_answered_once_whatever_happens(machine):
     test_case = machine.TestCase
     test_case.settings = settings(
-        max_examples=150,
+        max_examples=200,
         stateful_step_count=50,
         deadline=None,
         database=None,

@@ -196,7 +196,6 @@ def test_an_op_that_workers_do_not_have_is_counted_and_changes_nothing(op):
 def test_a_request_that_cannot_be_served_is_refused(header, words):
     pool = Pool()
     client, worker = pool.client("a"), pool.worker("w")
-    first, *rest = client.request(3)
     client.send([Header(Op.INFER, **{"request_id": 3, "rows": 1, "budget_ms": 1000, **header}).pack()])
     pool.turn()
     assert worker.batches == []

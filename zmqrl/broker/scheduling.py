@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from zmqrl.broker.records import Client, Request, State, Worker
+from zmqrl.broker.records import Client, Request, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,9 @@ class Schedule(Protocol):
     def put_back(self, requests: list[Request]) -> None:
         """Take requests back, oldest first, ahead of all others."""
 
+    def remove(self, request: Request) -> None:
+        """Forget a waiting request that needs no answer any more."""
+
     def take(self, worker: Worker, now: float) -> list[Request]:
         """The batch that `worker` should run now; empty to let it wait."""
 
@@ -53,22 +56,56 @@ class Schedule(Protocol):
         """When to look again although nothing has arrived; None if there is no such time."""
 
 
+class _Queue:
+    """Waiting requests, oldest first; any of them can leave at once."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[int, Request] = OrderedDict()
+        self.rows = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def oldest(self) -> Request | None:
+        return next(iter(self._requests.values()), None)
+
+    def all(self) -> Iterable[Request]:
+        return self._requests.values()
+
+    def add(self, request: Request) -> None:
+        self._requests[request.slot] = request
+        self.rows += request.rows
+
+    def put_back(self, requests: list[Request]) -> None:
+        for request in reversed(requests):
+            self.add(request)
+            self._requests.move_to_end(request.slot, last=False)
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.slot]
+        self.rows -= request.rows
+
+
 def _fill(
-    queue: Iterable[Request], worker: Worker, live: list[Worker], most: int, limits: Limits
+    requests: Iterable[Request],
+    worker: Worker,
+    live: list[Worker],
+    most: int,
+    limits: Limits,
+    now: float,
 ) -> list[Request]:
-    """The first requests of `queue` that one batch of `worker` can hold, at most `most`."""
+    """The first of `requests` that one batch of `worker` can hold, at most `most`."""
     batch: list[Request] = []
     rows = 0
-    for request in queue:
-        if request.state is not State.WAITING:
+    for request in requests:
+        if now >= request.deadline:
             continue
         if worker.name in request.avoid and any(w.name not in request.avoid for w in live):
             continue
         # The last attempt goes alone: a request that kills its worker takes nobody with it.
         last = bool(request.history) and len(request.history) + 1 >= limits.max_attempts
-        if batch and (
-            last or len(batch) >= most or (limits.max_rows and rows + request.rows > limits.max_rows)
-        ):
+        full = len(batch) >= most or (limits.max_rows and rows + request.rows > limits.max_rows)
+        if batch and (last or full):
             break
         batch.append(request)
         rows += request.rows
@@ -86,15 +123,10 @@ class SharedQueue:
     def __init__(self, peers: Peers, limits: Limits) -> None:
         self._peers = peers
         self._limits = limits
-        self._queue: deque[Request] = deque()
-
-    def add(self, request: Request) -> None:
-        """Take in a new request."""
-        self._queue.append(request)
-
-    def put_back(self, requests: list[Request]) -> None:
-        """Take requests back, oldest first, ahead of all others."""
-        self._queue.extendleft(reversed(requests))
+        self._queue = _Queue()
+        self.add = self._queue.add
+        self.put_back = self._queue.put_back
+        self.remove = self._queue.remove
 
     def cap(self) -> int:
         """The most shards in a batch now."""
@@ -104,35 +136,27 @@ class SharedQueue:
 
     def take(self, worker: Worker, now: float) -> list[Request]:
         """The oldest requests, unless a partial batch is still held open."""
-        oldest = self._oldest()
-        if oldest is None:
+        oldest = self._queue.oldest()
+        if oldest is None or self._is_held_open(oldest, now):
             return []
-        cap = self.cap()
-        held = now < oldest.arrived + self._limits.max_wait and not oldest.history
-        if held and len(self._queue) < cap:
-            return []
-        batch = _fill(self._queue, worker, self._peers.live_workers(), cap, self._limits)
-        if batch and batch[-1] is self._queue[len(batch) - 1]:
-            for _ in batch:
-                self._queue.popleft()
-        else:  # something was passed over
-            taken = {id(request) for request in batch}
-            self._queue = deque(
-                r for r in self._queue if r.state is State.WAITING and id(r) not in taken
-            )
+        live = self._peers.live_workers()
+        batch = _fill(self._queue.all(), worker, live, self.cap(), self._limits, now)
+        for request in batch:
+            self._queue.remove(request)
         return batch
 
     def wake_at(self) -> float | None:
         """When the partial batch that is held open must leave."""
-        if not self._limits.max_wait:
+        oldest = self._queue.oldest()
+        if oldest is None or not self._limits.max_wait:
             return None
-        oldest = self._oldest()
-        return None if oldest is None else oldest.arrived + self._limits.max_wait
+        return oldest.arrived + self._limits.max_wait
 
-    def _oldest(self) -> Request | None:
-        while self._queue and self._queue[0].state is not State.WAITING:
-            self._queue.popleft()
-        return self._queue[0] if self._queue else None
+    def _is_held_open(self, oldest: Request, now: float) -> bool:
+        if oldest.history or now >= oldest.arrived + self._limits.max_wait:
+            return False
+        full = len(self._queue) >= self.cap()
+        return not full and not 0 < self._limits.max_rows <= self._queue.rows
 
 
 class FixedRanks:
@@ -146,57 +170,66 @@ class FixedRanks:
     def __init__(self, peers: Peers, limits: Limits) -> None:
         self._peers = peers
         self._limits = limits
-        self._groups: dict[tuple[bool, int], deque[Request]] = {}
+        self._groups: dict[tuple[bool, int], _Queue] = {}
         self._bound: dict[bytes, Worker | None] = {}
         self._bound_at = -1
 
     def add(self, request: Request) -> None:
         """Take in a new request."""
-        self._groups.setdefault((request.eval, request.stage), deque()).append(request)
+        self._group(request).add(request)
 
     def put_back(self, requests: list[Request]) -> None:
         """Take requests back, oldest first, ahead of all others."""
         for request in reversed(requests):
-            self._groups.setdefault((request.eval, request.stage), deque()).appendleft(request)
+            self._group(request).put_back([request])
+
+    def remove(self, request: Request) -> None:
+        """Forget a waiting request that needs no answer any more."""
+        self._group(request).remove(request)
 
     def take(self, worker: Worker, now: float) -> list[Request]:
         """One request of each env bound to `worker`, if none of them is missing."""
-        homes = self._homes()
-        for key, queue in self._groups.items():
-            own = [r for r in queue if r.state is State.WAITING and homes[r.client.peer] is worker]
-            ready = [request for request in own if request.released]
-            if not ready:
-                ready = self._open_barrier(key, worker, own)
-            batch = _fill(ready, worker, [worker], len(ready), self._limits)
-            if batch:
-                taken = {id(request) for request in batch}
-                self._groups[key] = deque(
-                    r for r in queue if r.state is State.WAITING and id(r) not in taken
-                )
-                return batch
-        return []
+        ready = [
+            requests
+            for key, queue in self._groups.items()
+            if (requests := self._released(key, queue, worker))
+        ]
+        if not ready:
+            return []
+        oldest = min(ready, key=lambda requests: requests[0].arrived)
+        batch = _fill(oldest, worker, [worker], len(oldest), self._limits, now)
+        for request in batch:
+            self.remove(request)
+        return batch
 
     def wake_at(self) -> float | None:
         """Never: a barrier opens when a request arrives or an env leaves."""
         return None
 
-    def _open_barrier(
-        self, key: tuple[bool, int], worker: Worker, waiting: list[Request]
-    ) -> list[Request]:
-        """The oldest request of each env of the group, once all have one."""
-        is_eval, stage = key
+    def _group(self, request: Request) -> _Queue:
+        return self._groups.setdefault((request.eval, request.stage), _Queue())
+
+    def _released(self, key: tuple[bool, int], queue: _Queue, worker: Worker) -> list[Request]:
+        """The oldest request of each env of a group, if its barrier is open; oldest first.
+
+        Whom a batch has no room for, and who was lost with a worker, need not wait for all again.
+        """
         homes = self._homes()
-        first: dict[bytes, Request] = {}
-        for request in waiting:
-            first.setdefault(request.client.peer, request)
+        waiting = [r for r in queue.all() if homes.get(r.client.peer) is worker]
+        released = _first_of_each_client(r for r in waiting if r.released)
+        if released or not waiting:
+            return released
+        first = _first_of_each_client(waiting)
+        present = {request.client.peer for request in first}
+        is_eval, stage = key
         for client in self._peers.clients.values():
             # One that has not asked yet is waited for as well; it will begin with the first stage.
             mode = client.modes.get(stage, client.eval if stage == 0 else None)
-            if mode is is_eval and homes[client.peer] is worker and client.peer not in first:
+            if mode is is_eval and homes[client.peer] is worker and client.peer not in present:
                 return []
-        for request in first.values():
-            request.released = True  # what this batch has no room for need not wait for all again
-        return list(first.values())
+        for request in first:
+            request.released = True
+        return first
 
     def _homes(self) -> dict[bytes, Worker | None]:
         """The rollout worker of each client; worked out anew when a peer came or went."""
@@ -206,6 +239,13 @@ class FixedRanks:
             self._bound = {p: _home(c, live) for p, c in self._peers.clients.items()}
             self._bound_at = self._peers.changes
         return self._bound
+
+
+def _first_of_each_client(requests: Iterable[Request]) -> list[Request]:
+    first: dict[bytes, Request] = {}
+    for request in requests:
+        first.setdefault(request.client.peer, request)
+    return list(first.values())
 
 
 def _home(client: Client, live: list[Worker]) -> Worker | None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import zmq
 
-from zmqrl.broker.core import Broker, Options
+from zmqrl.broker.core import Broker
+from zmqrl.broker.pool import Options
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE
 from zmqrl.transport.header import MAX_FRAMES, Op
@@ -140,8 +141,8 @@ class BrokerServer:
             Whether a peer turned out to be gone.
         """
         core = self.core
+        to_clients, to_workers = core.take_outbox()
         lost_clients = False
-        to_clients, core.to_clients = core.to_clients, []
         for peer, frames in to_clients:
             try:
                 _send_to(self._frontend, peer, frames)
@@ -153,7 +154,6 @@ class BrokerServer:
                 core.counters.dropped += frames[0][5] != Op.PROBE
                 core.client_unreachable(peer)
                 lost_clients = True
-        to_workers, core.to_workers = core.to_workers, []
         lost = []
         for peer, frames in to_workers:
             try:

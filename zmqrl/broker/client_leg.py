@@ -1,0 +1,127 @@
+"""The broker's frontend: clients register, ask, and leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zmqrl.broker import pool as words
+from zmqrl.broker.pool import Pool
+from zmqrl.broker.records import Client, Introduction
+from zmqrl.errors import DecodeError
+from zmqrl.transport.codec import decode_meta
+from zmqrl.transport.header import HEADER_SIZE, Header, Op
+
+
+class ClientLeg:
+    """Acts on the messages of clients. STATUS is not among them: it is about the broker as a whole.
+
+    Args:
+        pool: The broker's tables.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def receive(self, peer: bytes, header: Header, message: list[Any]) -> None:
+        """Act on one message.
+
+        Raises:
+            DecodeError: It is not valid, or not allowed; saying why.
+        """
+        pool = self._pool
+        client = pool.peers.clients.get(peer)
+        op, request_id = header.op, header.request_id
+        if op == Op.HELLO:
+            self._hello(peer, client, decode_meta(message[0][HEADER_SIZE:]))
+            return
+        if op not in (Op.INFER, Op.KNOWN, Op.CANCEL, Op.BYE):
+            raise DecodeError(f"op {op} has no meaning from a client")
+        if client is None:
+            if op in (Op.INFER, Op.KNOWN):
+                pool.counters.unknown += 1
+                pool.to_clients.append((peer, words.plain(Op.UNKNOWN, {}, request_id)))
+            return
+        client.heard = pool.now
+        if op == Op.INFER:
+            self._infer(client, header, message)
+        elif op == Op.BYE:
+            self.forget(client)
+        elif op == Op.CANCEL:
+            if request_id in client.requests:
+                pool.cancel(client.requests[request_id])
+        elif request_id in client.requests:
+            state = {"state": pool.explain(client.requests[request_id])}
+            pool.to_clients.append((peer, words.plain(Op.KNOWN, state, request_id)))
+        else:
+            pool.to_clients.append((peer, words.plain(Op.UNKNOWN, {}, request_id)))
+
+    def forget(self, client: Client) -> None:
+        """A client has left, was lost, or was replaced: nobody waits for its replies."""
+        pool = self._pool
+        for request in list(client.requests.values()):
+            pool.cancel(request)
+        del pool.peers.clients[client.peer]
+        pool.peers.changes += 1
+        if pool.names.get(client.name) is client:
+            del pool.names[client.name]
+
+    def _hello(self, peer: bytes, known: Client | None, fields: dict[str, Any]) -> None:
+        pool = self._pool
+        hello = Introduction.of(fields)
+        if known is None:
+            if not self._takes_the_name(peer, hello):
+                return
+            client = Client(
+                peer,
+                hello.name,
+                hello.incarnation,
+                hello.rank,
+                hello.world_size,
+                hello.host,
+                hello.pid,
+                since=pool.now,
+                heard=pool.now,
+                eval=hello.eval,
+            )
+            pool.peers.clients[peer] = pool.names[hello.name] = client
+            pool.peers.changes += 1
+        pool.to_clients.append((peer, words.plain(Op.WELCOME, {"epoch": pool.epoch})))
+
+    def _takes_the_name(self, peer: bytes, hello: Introduction) -> bool:
+        """Settle who has a name: of two processes the later one, of one process its latest socket."""
+        pool = self._pool
+        namesake = pool.names.get(hello.name)
+        if namesake is None:
+            return True
+        if namesake.incarnation > hello.incarnation:
+            text = f"a newer process has the name {hello.name!r}"
+            pool.to_clients.append((peer, words.error("replaced", text)))
+            return False
+        if namesake.incarnation < hello.incarnation:
+            text = f"a new process took over the name {hello.name!r}"
+            pool.to_clients.append((namesake.peer, words.error("replaced", text)))
+        self.forget(namesake)
+        return True
+
+    def _infer(self, client: Client, header: Header, message: list[Any]) -> None:
+        pool = self._pool
+        if header.request_id == 0:
+            raise DecodeError("a request needs an id above 0")
+        if header.request_id in client.requests:
+            pool.counters.duplicates += 1
+            return
+        if header.policy_id != 0:
+            raise DecodeError(f"no worker serves the policy {header.policy_id}")
+        if not pool.options.decoupled and client.rank is None:
+            raise DecodeError(
+                "the pool runs in normal mode (runner.enable_decoupled_mode is false), which binds env "
+                "ranks to rollout ranks: give PolicyClient a rank and world_size"
+            )
+        size = sum(len(frame) for frame in message)
+        if pool.is_full(client, size):
+            pool.counters.overloaded += 1
+            text = f"{len(pool.requests)} requests with {pool.open_bytes >> 20} MiB are open"
+            error = words.error("overloaded", text, header.request_id, retry_after_ms=100)
+            pool.to_clients.append((client.peer, error))
+            return
+        pool.open(client, header, message, size)

@@ -1,0 +1,139 @@
+"""What the two legs of the broker share: peers, open requests, counters, and the outboxes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from zmqrl.broker.records import Client, Counters, Request, State, Worker, WorkerTotals
+from zmqrl.broker.scheduling import FixedRanks, Limits, Peers, Schedule, SharedQueue
+from zmqrl.transport.codec import encode_meta
+from zmqrl.transport.header import FLAG_EVAL, Header, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a broker behaves."""
+
+    decoupled: bool = True
+    limits: Limits = field(default_factory=Limits)
+    attempt_timeout: float = 60.0
+    """Seconds that a worker may hold a batch."""
+    max_open: int = 100_000
+    """Requests held at once."""
+    max_open_bytes: int = 4 << 30
+    max_client_open: int = 1024
+    """Requests of one client held at once."""
+
+
+class Pool:
+    """The broker's tables, and what keeps them consistent with each other.
+
+    Args:
+        options: How the broker behaves.
+        epoch: Names this run of the broker.
+        now: Seconds.
+    """
+
+    def __init__(self, options: Options, epoch: int, now: float) -> None:
+        self.options = options
+        self.epoch = epoch
+        self.now = now
+        self.counters = Counters()
+        self.peers = Peers()
+        self.names: dict[str, Client] = {}
+        self.requests: dict[int, Request] = {}
+        """The open requests by slot."""
+        self.open_bytes = 0
+        self.idle: dict[bytes, Worker] = {}
+        """The workers that wait for work, the longest idle first."""
+        self.totals: dict[str, WorkerTotals] = {}
+        """By worker name; outlives the worker."""
+        self.to_clients: list[tuple[bytes, list[Any]]] = []
+        self.to_workers: list[tuple[bytes, list[Any]]] = []
+        schedule = SharedQueue if options.decoupled else FixedRanks
+        self.schedule: Schedule = schedule(self.peers, options.limits)
+        self._next_slot = 1
+
+    # -- Requests: each one that is opened is closed once, in one of three ways
+
+    def is_full(self, client: Client, size: int) -> bool:
+        """Whether a further request of `size` bytes would go over a bound."""
+        return (
+            len(self.requests) >= self.options.max_open
+            or self.open_bytes + size > self.options.max_open_bytes
+            or len(client.requests) >= self.options.max_client_open
+        )
+
+    def open(self, client: Client, header: Header, message: list[Any], size: int) -> None:
+        """Take in a request and queue it."""
+        request = Request(
+            self._next_slot,
+            client,
+            header.request_id,
+            message,
+            size,
+            header.rows,
+            bool(header.flags & FLAG_EVAL),
+            header.stage,
+            arrived=self.now,
+            deadline=self.now + header.budget_ms / 1000,
+        )
+        self._next_slot += 1
+        self.requests[request.slot] = request
+        self.open_bytes += size
+        client.requests[request.request_id] = request
+        client.modes[request.stage] = request.eval
+        self.counters.requests += 1
+        self.schedule.add(request)
+
+    def answer(self, request: Request, reply: list[Any], queue_s: float) -> None:
+        """Close a request with the policy's reply."""
+        self._close(request)
+        self.counters.answered += 1
+        self.counters.queue_s += queue_s
+        self.to_clients.append((request.client.peer, reply))
+
+    def fail(self, request: Request, error: list[Any]) -> None:
+        """Close a request with an ERROR message."""
+        self._close(request)
+        self.counters.errors += 1
+        self.to_clients.append((request.client.peer, error))
+
+    def cancel(self, request: Request) -> None:
+        """Close a request that nobody waits for any more."""
+        self._close(request)
+        self.counters.cancelled += 1
+
+    def _close(self, request: Request) -> None:
+        if request.state is State.WAITING:
+            self.schedule.remove(request)
+        request.state = State.CLOSED
+        request.message = []
+        self.open_bytes -= request.size
+        del self.requests[request.slot]
+        del request.client.requests[request.request_id]
+
+    def explain(self, request: Request) -> str:
+        """Where a request is, for its client to read."""
+        waited = self.now - request.arrived
+        workers = len(self.peers.workers)
+        text = f"{request.state.value} for {waited:.1f} s, {workers} rollout workers connected"
+        return "; ".join([text, *request.history])
+
+
+def plain(op: Op, fields: dict[str, Any], request_id: int = 0) -> list[Any]:
+    """A message without arrays."""
+    return [Header(op, request_id=request_id).pack() + encode_meta(fields)]
+
+
+def error(code: str, text: str, request_id: int = 0, **details: int) -> list[Any]:
+    """An ERROR message.
+
+    Args:
+        code: One of those in docs/protocol.md.
+        text: For a person.
+        request_id: What it is about; 0 for the peer as a whole.
+        details: More fields.
+    """
+    return plain(Op.ERROR, {"code": code, "message": text, **details}, request_id)

@@ -1,0 +1,229 @@
+"""The broker's backend: rollout workers register, take batches, and return results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zmqrl.broker import pool as words
+from zmqrl.broker.pool import Pool
+from zmqrl.broker.records import Batch, Introduction, Request, State, Worker, WorkerTotals
+from zmqrl.errors import DecodeError
+from zmqrl.transport.codec import decode_meta
+from zmqrl.transport.header import (
+    HEADER_SIZE,
+    Entry,
+    Header,
+    Op,
+    Table,
+    join_batch,
+    split_batch,
+    unpack,
+    unpack_table,
+)
+
+_UNAWARE_FOR = 1.0
+"""Seconds between two READYs that do not know a batch, after which it counts as lost on the way."""
+
+_MAX_TOTALS = 1000
+
+
+class WorkerLeg:
+    """Acts on the messages of rollout workers, and gives them work.
+
+    Args:
+        pool: The broker's tables.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._next_batch = 1
+
+    def receive(self, peer: bytes, header: Header, message: list[Any]) -> None:
+        """Act on one message.
+
+        Raises:
+            DecodeError: It is not valid; what it would have answered runs again.
+        """
+        worker = self._pool.peers.workers.get(peer)
+        if header.op == Op.HELLO:
+            self._hello(peer, worker, decode_meta(message[0][HEADER_SIZE:]))
+        elif worker is None:
+            self._pool.counters.unknown += 1
+            self._pool.to_workers.append((peer, words.plain(Op.UNKNOWN, {})))
+        else:
+            worker.heard = self._pool.now
+            if header.op == Op.READY:
+                self._ready(worker, header.request_id)
+            elif header.op == Op.RESULT:
+                self._result(worker, message)
+            elif header.op == Op.BYE:
+                self.forget(worker, "left")
+            else:
+                raise DecodeError(f"op {header.op} has no meaning from a worker")
+
+    def forget(self, worker: Worker, why: str) -> None:
+        """A worker has left or was lost: what it holds runs elsewhere."""
+        self.take_back(worker, why)
+        self._pool.idle.pop(worker.peer, None)
+        del self._pool.peers.workers[worker.peer]
+        self._pool.peers.changes += 1
+
+    def quarantine(self, worker: Worker, why: str) -> None:
+        """A worker holds its batch for too long: it gets no more until it says that it is idle."""
+        worker.quarantined = True
+        self._pool.peers.changes += 1
+        self.take_back(worker, why)
+
+    def take_back(self, worker: Worker, why: str | None) -> None:
+        """Return the open requests of the batch that `worker` holds to the head of the queue.
+
+        Args:
+            worker: Who holds them, if anything.
+            why: Ends the sentence "NAME …" in their history; None if the attempt does not count.
+        """
+        batch, worker.batch = worker.batch, None
+        if batch is None:
+            return
+        back = []
+        for request in batch.requests.values():
+            if request.state is not State.RUNNING:
+                continue
+            if why is None or self._has_another_attempt(request, worker, why, batch):
+                request.state = State.WAITING
+                back.append(request)
+        self._pool.schedule.put_back(back)
+
+    def dispatch(self) -> None:
+        """Give waiting requests to idle workers, the longest idle first."""
+        for worker in list(self._pool.idle.values()):
+            requests = self._pool.schedule.take(worker, self._pool.now)
+            if requests:
+                self._send_batch(worker, requests)
+
+    def _has_another_attempt(self, request: Request, worker: Worker, why: str, batch: Batch) -> bool:
+        pool = self._pool
+        request.history.append(f"{worker.name} {why} after {pool.now - batch.sent:.1f} s")
+        request.avoid.add(worker.name)
+        if len(request.history) < pool.options.limits.max_attempts:
+            pool.counters.requeued += 1
+            return True
+        history = "; ".join(request.history)
+        text = f"{len(request.history)} rollout workers were lost with it: {history}"
+        pool.fail(request, words.error("attempts", text, request.request_id))
+        return False
+
+    def _hello(self, peer: bytes, known: Worker | None, fields: dict[str, Any]) -> None:
+        pool = self._pool
+        hello = Introduction.of(fields)
+        if known is not None:
+            self.take_back(known, "registered again")
+        else:
+            self._forget_old_totals(hello.name)
+            pool.peers.workers[peer] = Worker(
+                peer,
+                hello.name,
+                hello.rank,
+                hello.world_size,
+                hello.host,
+                hello.pid,
+                since=pool.now,
+                heard=pool.now,
+                totals=pool.totals.setdefault(hello.name, WorkerTotals()),
+            )
+            pool.peers.changes += 1
+        pool.to_workers.append((peer, words.plain(Op.WELCOME, {"epoch": pool.epoch})))
+
+    def _forget_old_totals(self, name: str) -> None:
+        totals = self._pool.totals
+        if name not in totals and len(totals) >= _MAX_TOTALS:
+            alive = {worker.name for worker in self._pool.peers.workers.values()}
+            oldest = next((known for known in totals if known not in alive), None)
+            if oldest is not None:
+                del totals[oldest]
+
+    def _ready(self, worker: Worker, number: int) -> None:
+        batch = worker.batch
+        if batch is not None and number < batch.number:
+            if worker.unaware_since is None:
+                worker.unaware_since = self._pool.now  # this READY may have crossed the batch
+                return
+            if self._pool.now < worker.unaware_since + _UNAWARE_FOR:
+                return
+        if batch is not None:
+            self.take_back(worker, "never got it" if number < batch.number else "lost its result")
+        self._set_idle(worker)
+
+    def _result(self, worker: Worker, message: list[Any]) -> None:
+        pool, batch = self._pool, worker.batch
+        try:
+            table = unpack_table(message[0])
+            if batch is not None and (table.epoch, table.number) == (pool.epoch, batch.number):
+                self._answer(worker, batch, table, message)
+            else:
+                pool.counters.late_results += len(table.entries)
+                if batch is not None and table.epoch == pool.epoch and table.number < batch.number:
+                    return  # the batch was held up on the way; the one that the worker holds comes next
+        except DecodeError:
+            self.take_back(worker, "gave no valid result for it")
+            self._set_idle(worker)
+            raise
+        self.take_back(worker, "left it out of its result")
+        self._set_idle(worker)
+
+    def _answer(self, worker: Worker, batch: Batch, table: Table, message: list[Any]) -> None:
+        pool, totals = self._pool, worker.totals
+        shards = split_batch(table, message)
+        totals.batches += 1
+        totals.predict_s += table.predict_us / 1e6
+        pool.counters.batches += 1
+        for entry, reply in shards:
+            request = batch.requests.get(entry.slot)
+            if request is None or request.state is not State.RUNNING:
+                pool.counters.late_results += 1
+                continue
+            header = unpack(reply[0])
+            belongs = header.request_id == request.request_id and header.frames == entry.frames
+            if not belongs or header.op not in (Op.REPLY, Op.ERROR):
+                raise DecodeError("a result does not belong to its request")
+            totals.shards += 1
+            totals.rows += request.rows
+            totals.policy_version = header.policy_version
+            pool.counters.shards += 1
+            pool.counters.rows += request.rows
+            if header.op == Op.REPLY:
+                pool.answer(request, reply, header.queue_us / 1e6)
+            else:
+                pool.fail(request, reply)
+
+    def _set_idle(self, worker: Worker) -> None:
+        pool = self._pool
+        if worker.quarantined:
+            worker.quarantined = False
+            pool.peers.changes += 1
+        worker.unaware_since = None
+        if worker.peer not in pool.idle:
+            worker.changed = pool.now
+            pool.idle[worker.peer] = worker
+
+    def _send_batch(self, worker: Worker, requests: list[Request]) -> None:
+        pool = self._pool
+        del pool.idle[worker.peer]
+        batch = Batch(self._next_batch, pool.now, {request.slot: request for request in requests})
+        self._next_batch += 1
+        worker.batch, worker.changed, worker.unaware_since = batch, pool.now, None
+        entries = []
+        for request in requests:
+            request.state = State.RUNNING
+            entries.append(
+                Entry(
+                    request.slot,
+                    len(request.message[0]),
+                    len(request.message) - 1,
+                    min(len(request.history), 255),
+                    min(int((pool.now - request.arrived) * 1e6), 2**32 - 1),
+                    request.client.peer,
+                )
+            )
+        table = Table(pool.epoch, batch.number, entries)
+        messages = [request.message for request in requests]
+        pool.to_workers.append((worker.peer, join_batch(table, Op.BATCH, messages)))
