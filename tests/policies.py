@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -30,6 +31,10 @@ class Echo:
                 raise RuntimeError("this row is marked")
             if command == "wrong rows":
                 return {"actions": x[:-1]}
+            if command == "object array":
+                return {"actions": np.array([None] * len(x))}
+            if command == "hold the GIL":
+                ctypes.PyDLL(None).sleep(3)
             if command == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if command.startswith("sleep "):

@@ -156,6 +156,37 @@ def test_a_failing_policy_is_an_error_with_the_remote_traceback(pool: Pool) -> N
     assert client.infer(x(4))["actions"][0, 0] == 4
 
 
+def test_an_output_that_cannot_be_sent_is_an_error_for_its_client_and_reaches_no_other(
+    pool: Pool,
+) -> None:
+    pool.start(seconds=0.1)
+    blocker, odd, good = pool.client(), pool.client(), pool.client()
+    pending = blocker.submit(x(0))
+    refused = odd.submit({**x(1), "command": ["object array", "ok"]})
+    answered = good.submit({**x(2), "command": ["ok", "ok"]})
+    pending.result()
+    with pytest.raises(PolicyError, match="dtype object"):
+        refused.result()
+    assert (answered.result()["actions"] == 2).all()
+
+
+def test_the_remote_policy_acts_as_the_same_policy_in_this_process(pool: Pool) -> None:
+    torch = pytest.importorskip("torch")
+    from zmqrl.demo import ReachPolicy
+
+    pool.start_broker()
+    pool.launcher.start(
+        "rollout-0", ["start-rollout-worker", *pool.overrides, "--policy=zmqrl.demo:ReachPolicy"]
+    )
+    dice = np.random.default_rng(0)
+    observation = {key: dice.normal(size=(5, 3)) for key in ("achieved_goal", "desired_goal")}
+    remote = pool.client(mode="eval").infer({**observation, "task": ["reach"] * 5})["actions"]
+    tensors = {key: torch.from_numpy(value) for key, value in observation.items()}
+    local = ReachPolicy()(tensors, eval_mask=torch.ones(5, dtype=torch.bool))["actions"].numpy()
+    np.testing.assert_array_equal(remote, local)
+    assert remote.dtype == local.dtype
+
+
 def test_a_failing_request_does_not_fail_its_batch_mates(pool: Pool) -> None:
     pool.start(seconds=0.1)
     blocker = pool.client().submit(x(0))

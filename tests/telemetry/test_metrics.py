@@ -1,0 +1,180 @@
+"""What the metrics say of what env workers and the broker report."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import zmq
+from conftest import wait_for
+from rich.console import Console
+
+from zmqrl.errors import DecodeError
+from zmqrl.telemetry.jsonl import JsonLines
+from zmqrl.telemetry.live import LiveLine
+from zmqrl.telemetry.metrics import EnvView, bottleneck, episode_metrics, pool_metrics
+from zmqrl.telemetry.report import Collector, EnvTotals, Episode, Report, Reporter
+from zmqrl.telemetry.table import summary
+
+
+def episode(env: int, total: float, length: int, once: bool | None, end: bool | None) -> Episode:
+    return Episode(env, 0, total, length, once, end)
+
+
+def view(name: str, episodes: list[Episode], expected: int, **totals: float) -> EnvView:
+    report = Report(name, 0, began=10.0, ended=20.0, totals=EnvTotals(**totals))  # type: ignore[arg-type]
+    return EnvView(name, expected, report, episodes)
+
+
+def test_success_return_and_length_are_means_over_episodes() -> None:
+    envs = [
+        view("eval-0", [episode(0, 1.0, 10, True, False), episode(1, 3.0, 30, False, False)], 2),
+        view("eval-1", [episode(2, 5.0, 20, True, True)], 2),
+    ]
+    metrics = episode_metrics(envs)
+    assert metrics["eval/num_trajectories"] == 3
+    assert metrics["eval/missing_trajectories"] == 1
+    assert metrics["eval/success_once"] == pytest.approx(2 / 3)
+    assert metrics["eval/fail_once"] == pytest.approx(1 / 3)
+    assert metrics["eval/success_at_end"] == pytest.approx(1 / 3)
+    assert metrics["eval/return"] == 3.0
+    assert metrics["eval/episode_len"] == 20.0
+    assert metrics["eval/reward"] == pytest.approx(9.0 / 60)
+
+
+def test_without_a_success_key_there_is_no_success_metric() -> None:
+    metrics = episode_metrics([view("eval-0", [episode(0, 1.0, 10, None, None)], 1)])
+    assert not any("success" in name or "fail" in name for name in metrics)
+
+
+def test_steps_a_second_count_from_the_first_request_to_the_last_step_of_all() -> None:
+    early, late = view("a", [], 0, env_steps=300), view("b", [], 0, env_steps=700)
+    assert late.report is not None
+    late.report.began, late.report.ended = 15.0, 30.0
+    metrics = pool_metrics([early, late], {}, 1)
+    assert metrics["env_steps_per_s"] == 1000 / 20
+
+
+def test_times_are_means_of_one_call() -> None:
+    env = view(
+        "a",
+        [],
+        0,
+        shard_steps=10,
+        requests=8,
+        resets=2,
+        step_s=1.0,
+        delay_s=2.0,
+        reset_s=0.5,
+        wait_s=4.0,
+        queue_s=2.0,
+        predict_s=0.8,
+    )
+    metrics = pool_metrics([env], {}, 1)
+    assert metrics["time/env/step"] == pytest.approx(0.3)
+    assert metrics["time/env/reset"] == pytest.approx(0.25)
+    assert metrics["time/env/wait"] == pytest.approx(0.5)
+    assert metrics["time/broker/queue"] == pytest.approx(0.25)
+    assert metrics["time/rollout/predict"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("totals", "busy", "limit"),
+    [
+        (EnvTotals(step_s=6.0, wait_s=4.0), 0.1, "env"),
+        (EnvTotals(step_s=1.0, delay_s=5.0, wait_s=4.0, queue_s=4.0), 0.9, "env"),
+        (EnvTotals(step_s=1.0, wait_s=4.0, queue_s=3.5, predict_s=0.5), 0.9, "rollout"),
+        (EnvTotals(step_s=1.0, wait_s=4.0, queue_s=0.5, predict_s=3.0), 0.3, "rollout"),
+        (EnvTotals(step_s=1.0, wait_s=4.0, queue_s=3.5, predict_s=0.5), 0.3, "queue"),
+    ],
+)
+def test_the_bottleneck_is_where_the_time_goes(totals: EnvTotals, busy: float, limit: str) -> None:
+    assert bottleneck(totals, busy) == limit
+
+
+def test_the_tables_name_lost_workers_missing_episodes_and_the_limit() -> None:
+    status = {
+        "counters": {"batches": 5, "shards": 10, "rows": 40, "requests": 10, "answered": 10},
+        "workers": [{"name": "rollout-1"}],
+        "totals": {
+            name: {"batches": 5, "shards": 10, "rows": 40, "predict_s": 1.0}
+            for name in ("rollout-0", "rollout-1")
+        },
+    }
+    gone = view("eval-1", [], 4)
+    gone.gave_up = "was killed"
+    envs = [view("eval-0", [episode(0, 1.0, 10, True, True)], 1, env_steps=10, step_s=5.0), gone]
+    screen = io.StringIO()
+    metrics = {**episode_metrics(envs), **pool_metrics(envs, status, 2)}
+    Console(file=screen, width=120).print(summary(metrics, envs, status))
+    for words in ("rollout-0 (lost)", "eval-1 (missing 4)", "Limited by env", "100.0%", "2.00"):
+        assert words in screen.getvalue()
+
+
+def test_without_a_terminal_the_live_line_is_plain_text() -> None:
+    screen = io.StringIO()
+    live = LiveLine(Console(file=screen, width=80), episodes=4)
+    live.say("eval-0", "[not markup] hello")
+    live.update([])
+    live.close()
+    assert screen.getvalue() == "[eval-0] [not markup] hello\n"
+
+
+def test_reports_arrive_as_they_were_sent(folder: Path) -> None:
+    endpoint = f"ipc://{folder}/report"
+    collector, reporter = Collector(endpoint), Reporter(endpoint)
+    report = Report("eval-3", 3, began=1.5, totals=EnvTotals(env_steps=7, wait_s=0.25))
+    reporter.add(episode(5, 2.5, 9, True, False))
+    reporter.send(report)
+    (received,) = collector.collect(10.0)
+    assert received.episodes == [episode(5, 2.5, 9, True, False)]
+    assert (received.name, received.rank, received.totals) == ("eval-3", 3, report.totals)
+    reporter.close()
+    collector.close()
+
+
+def test_episodes_wait_for_a_collector_that_comes_later(folder: Path) -> None:
+    endpoint = f"ipc://{folder}/report"
+    reporter = Reporter(endpoint)
+    reporter.add(episode(0, 1.0, 1, None, None))
+    reporter.send(Report("eval-0", 0))  # nobody listens yet
+    collector = Collector(endpoint)
+
+    def arrived() -> list[Episode]:
+        reporter.send(Report("eval-0", 0))
+        return [e for report in collector.collect(0.1) for e in report.episodes]
+
+    assert wait_for(arrived, "the episode") == [episode(0, 1.0, 1, None, None)]
+    reporter.close()
+    collector.close()
+
+
+def test_nonsense_at_the_collector_is_skipped(folder: Path) -> None:
+    endpoint = f"ipc://{folder}/report"
+    collector, reporter = Collector(endpoint), Reporter(endpoint)
+    stranger = zmq.Context.instance().socket(zmq.PUSH)
+    stranger.connect(endpoint)
+    for data in (b"", b"\xc1", b"\x80", Report("x", 0).pack()[:-1]):
+        stranger.send(data)
+    reporter.send(Report("eval-0", 0))
+    names = wait_for(lambda: [r.name for r in collector.collect(0.1)], "the report")
+    assert names == ["eval-0"]
+    for socket in (stranger, reporter, collector):
+        socket.close()
+
+
+def test_a_report_with_wrong_fields_is_refused() -> None:
+    with pytest.raises(DecodeError):
+        Report.unpack(b"\x81\xa4name\xa1x")
+
+
+def test_json_lines_are_on_disk_one_record_a_line(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for value in (1.0, 2.0):
+        lines.write({"eval/return": value})
+        records = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(records[-1])["eval/return"] == value
+    assert len(records) == 2
+    lines.close()
