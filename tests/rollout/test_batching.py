@@ -60,6 +60,14 @@ def test_constants_stand_once_in_a_batch_and_go_to_every_part():
     assert [part["gain"].shape for part in split(merged, [2, 3])] == [(), ()]
 
 
+@pytest.mark.parametrize(
+    "constants", [(30, 60), (30, 30.0), (30, True), (np.array(1.0), np.array(2.0)), ("a", "b")], ids=repr
+)
+def test_trees_of_different_constants_are_not_merged(constants):
+    with pytest.raises((ValueError, TypeError)):
+        merge([{"x": np.zeros((2, 3)), "fps": constant} for constant in constants])
+
+
 def test_a_single_shard_is_not_copied():
     only = shard(3)
     assert merge([only]) is only
@@ -87,6 +95,7 @@ def test_trees_that_share_a_signature_merge():
         "state",
         {"state": np.zeros((2, 4))},
         {"state": np.zeros((2, 3, 1))},
+        {"state": np.zeros((2, 3), np.float32)},
         {"state": np.array(1.0)},
         {"state": ["a", "b"]},
         {"state": {"x": np.zeros((2, 3))}},

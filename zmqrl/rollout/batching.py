@@ -15,15 +15,18 @@ from zmqrl.transport.tree import is_row_list
 def merge(trees: Sequence[Any]) -> Any:
     """One tree with the rows of all, in order.
 
+    The signature in a request's header says which trees go together, but it is the client's word: here
+    it is checked, so that a false one changes nothing in the rows of others.
+
     Args:
         trees: Trees of one structure; arrays [N_i, ...].
 
     Returns:
-        A tree of arrays [sum of N_i, ...]; constants as in the first tree. A single tree is returned
-        as it is.
+        A tree of arrays [sum of N_i, ...]; constants as in all of them. A single tree is returned as it
+        is.
 
     Raises:
-        ValueError, KeyError, TypeError: The trees differ in structure after all.
+        ValueError, KeyError, TypeError: The trees differ in structure, dtypes or constants after all.
     """
     first = trees[0]
     if len(trees) == 1:
@@ -35,11 +38,15 @@ def merge(trees: Sequence[Any]) -> Any:
             raise KeyError("the keys differ")
         return {key: merge([tree[key] for tree in trees]) for key in first}
     if isinstance(first, np.ndarray) and any(tree.ndim for tree in trees):
+        if any(tree.dtype != first.dtype for tree in trees):
+            raise TypeError("the dtypes differ")
         return np.concatenate(trees)
     if isinstance(first, list):
         if all(is_row_list(tree) for tree in trees):
             return [item for tree in trees for item in tree]
         return [merge(children) for children in zip(*trees, strict=True)]
+    if any(repr(tree) != repr(first) for tree in trees):
+        raise ValueError("the constants differ")
     return first
 
 
