@@ -63,7 +63,7 @@ def tie_to_launcher() -> None:
     fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    if os.getppid() == 1 or _is_closed(pipe):  # it died before we were ready
+    if _is_closed(pipe):  # it died before we were ready
         os.killpg(0, signal.SIGKILL)
 
 
