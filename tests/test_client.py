@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from conftest import Pool, wait_for
 
-from zmqrl import PolicyClient
+from zmqrl import Pending, PolicyClient
 from zmqrl.errors import (
     BrokerUnreachable,
     ClientClosed,
+    ClientError,
     ClientInUse,
     EncodeError,
     EndpointError,
@@ -236,6 +237,81 @@ def test_results_are_writable_and_stay_as_they_are(pool: Pool) -> None:
         actions += 1
 
 
+def test_a_slow_call_after_a_slow_step_is_asked_about_and_runs_once(pool: Pool) -> None:
+    client = pool.start().client()
+    client.infer(x(1))
+    time.sleep(2.4)  # a slow simulator: nothing is said on this connection meanwhile
+    assert client.infer({**x(2), "command": ["sleep 1.6", "ok"]})["actions"][0, 0] == 2
+    counters = pool.counters()
+    assert (counters["requests"], counters["cancelled"], counters["duplicates"]) == (2, 0, 0)
+
+
+def test_an_observation_with_too_many_large_arrays_is_refused_at_once(pool: Pool) -> None:
+    client = pool.start().client()
+    with pytest.raises(EncodeError, match="4097 large arrays"):
+        client.infer({str(i): np.zeros((1, 1024), np.float32) for i in range(4097)})
+    assert client.infer(x(4))["actions"][0, 0] == 4
+
+
+@pytest.mark.parametrize("stage", [-1, 256])
+def test_an_impossible_stage_is_refused_and_leaves_nothing_behind(pool: Pool, stage: int) -> None:
+    client = pool.start().client()
+    with pytest.raises(ValueError, match="stage"):
+        client.submit(x(1), stage=stage)
+    assert client.infer({**x(2), "command": ["sleep 1.2", "ok"]})["actions"][0, 0] == 2
+
+
+@pytest.mark.parametrize("name", ["", "n" * 201])
+def test_an_impossible_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="200 characters"):
+        PolicyClient("tcp://127.0.0.1:1", name=name)
+
+
+def test_a_reply_above_the_limit_is_an_error_that_says_so(pool: Pool, folder: Path) -> None:
+    (folder / "wide.py").write_text(
+        "import numpy as np\n"
+        "class Wide:\n"
+        "    def infer(self, observation, eval_mask):\n"
+        "        return np.zeros((len(observation['x']), 1 << 19))\n"
+    )
+    pool.overrides.append("broker.max_message_mb=1")
+    pool.start_broker()
+    pool.launcher.start(
+        "rollout-0", ["start-rollout-worker", *pool.overrides, f"--policy={folder}/wide.py:Wide"]
+    )
+    with pytest.raises(PolicyError, match=r"4\.0 MiB.*1 MiB can be sent"):
+        pool.client().infer(x(1, rows=1))
+
+
+def test_requests_that_are_too_much_for_one_batch_are_served_in_several(pool: Pool) -> None:
+    pool.overrides.append("broker.max_message_mb=1")
+    pool.start(seconds=0.2)
+    blocker = pool.client().submit(x(0))
+    text = "x" * 3000
+    pending = [
+        pool.client().submit({**x(i), "text": [text] * 200, "x": np.full((200, 3), i)}) for i in range(4)
+    ]
+    blocker.result()
+    assert [p.result()["actions"][0, 0] for p in pending] == [0, 1, 2, 3]
+    assert pool.counters()["requeued"] == 0
+
+
+def test_single_observations_lose_their_axis_inside_lists_too(pool: Pool, folder: Path) -> None:
+    (folder / "lists.py").write_text(
+        "class Lists:\n"
+        "    def infer(self, observation, eval_mask):\n"
+        "        x = observation['x']\n"
+        "        return {'actions': [x, x[:, :1]], 'words': ['go'] * len(x)}\n"
+    )
+    pool.start_broker()
+    pool.launcher.start(
+        "rollout-0", ["start-rollout-worker", *pool.overrides, f"--policy={folder}/lists.py:Lists"]
+    )
+    result = pool.client().infer_one({"x": np.arange(3.0)})
+    assert [part.shape for part in result["actions"]] == [(3,), (1,)]
+    assert result["words"] == "go"
+
+
 def test_two_threads_on_one_client_raise_instead_of_mixing_replies(pool: Pool) -> None:
     client = pool.start(seconds=0.3).client()
     started = threading.Event()
@@ -303,6 +379,39 @@ def test_after_a_fork_parent_and_children_each_get_their_own_answers(pool: Pool)
     for child in children:
         child.join(10)
         assert child.exitcode == 0
+
+
+def _use_the_parents_request(pending: Pending, answers: multiprocessing.Queue) -> None:
+    try:
+        pending.result()
+    except ClientError as error:
+        answers.put(str(error))
+    pending.cancel()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_request_made_before_a_fork_is_the_parents(pool: Pool) -> None:
+    pending = pool.start(seconds=0.5).client().submit(x(7))
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    child = fork.Process(target=_use_the_parents_request, args=(pending, answers))
+    child.start()
+    assert "parent process" in answers.get(timeout=20)
+    child.join(10)
+    assert child.exitcode == 0
+    assert pending.result()["actions"][0, 0] == 7
+
+
+def test_a_client_is_not_closed_under_a_call_of_another_thread(pool: Pool) -> None:
+    client = pool.start(seconds=0.5).client()
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(client.infer(x(3))["actions"][0, 0]))
+    thread.start()
+    wait_for(lambda: pool.counters()["requests"] == 1, "the call")
+    with pytest.raises(ClientInUse):
+        client.close()
+    thread.join()
+    assert results == [3]
 
 
 def test_a_restart_under_the_same_name_replaces_the_old_client_loudly(pool: Pool) -> None:

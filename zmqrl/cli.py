@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zmqrl.errors import ConfigError, EndpointError, ZmqrlError
-from zmqrl.runner.process import log_to_stderr, tie_to_launcher
+from zmqrl.process import log_to_stderr, tie_to_launcher
 
 log = logging.getLogger("zmqrl")
 
@@ -89,7 +89,7 @@ def _start_broker(options: argparse.Namespace) -> int:
     from zmqrl.broker.pool import Options
     from zmqrl.broker.scheduling import Limits
     from zmqrl.broker.server import BrokerServer
-    from zmqrl.runner.process import StopSignal
+    from zmqrl.process import StopSignal
     from zmqrl.transport import sockets
 
     loaded = config.load(options.config, options.overrides)
@@ -102,11 +102,13 @@ def _start_broker(options: argparse.Namespace) -> int:
             max_rows=rollout.max_batch_rows,
             max_wait=rollout.max_wait_ms / 1000,
             max_attempts=rollout.max_attempts,
+            max_joined=broker.max_message_mb << 20,
         ),
         attempt_timeout=rollout.attempt_timeout_s,
         max_open=broker.max_queue_messages,
         max_open_bytes=broker.max_queue_mb << 20,
         max_client_open=broker.max_client_messages,
+        max_client_bytes=broker.max_client_mb << 20,
     )
     server = BrokerServer(
         broker.frontend or sockets.local_endpoint("frontend"),
@@ -127,9 +129,9 @@ def _start_broker(options: argparse.Namespace) -> int:
 
 def _start_rollout_worker(options: argparse.Namespace) -> int:
     from zmqrl import config
+    from zmqrl.process import StopSignal
     from zmqrl.rollout.policy import load_policy
     from zmqrl.rollout.worker import RolloutWorker
-    from zmqrl.runner.process import StopSignal
     from zmqrl.transport import sockets
 
     overrides = list(options.overrides)
@@ -161,11 +163,12 @@ def _start_rollout_worker(options: argparse.Namespace) -> int:
 
 
 def _start_env_worker(options: argparse.Namespace) -> int:
+    import zmq
     from rich.console import Console
 
     from zmqrl import config
     from zmqrl.env.worker import EnvWorker
-    from zmqrl.runner.process import StopSignal
+    from zmqrl.process import StopSignal
     from zmqrl.telemetry.metrics import EnvView, episode_metrics, pool_metrics
 
     loaded = config.load(options.config, options.overrides)
@@ -174,7 +177,10 @@ def _start_env_worker(options: argparse.Namespace) -> int:
     _check_rank(options.rank, loaded.env_workers, "env")
     stop = StopSignal().install()
     worker = EnvWorker(loaded, options.mode, options.rank, stop)
-    finished = worker.run()
+    try:
+        finished = worker.run()
+    finally:
+        zmq.Context.instance().term()  # waits until the last report and the goodbye are out
     if loaded.runner.report is None:
         view = EnvView(worker.name, 0, worker.report, worker.reporter.episodes)
         metrics = {**episode_metrics([view]), **pool_metrics([view], {}, 1)}
@@ -189,12 +195,14 @@ def _evaluate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from zmqrl import config
+    from zmqrl.process import StopSignal
     from zmqrl.runner.evaluate import evaluate
-    from zmqrl.runner.process import StopSignal
 
     loaded = config.load(options.config, options.overrides)
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {options.json}: there is no such folder")
+    if options.json is not None and options.json.is_dir():
+        raise ConfigError(f"--json {options.json} is a folder; name a file")
     evaluate(loaded, Console(), StopSignal().install(), options.json)
     return 0
 

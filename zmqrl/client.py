@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from typing import Any, Dict, List, Optional, Type
+from typing import Any, Dict, List, Optional, Set, Type
 
 import numpy as np
 import zmq
@@ -29,20 +29,22 @@ from zmqrl.errors import (
 )
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode, decode_meta, encode, encode_meta
-from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, Header, Op, unpack
-from zmqrl.transport.tree import rows_of
+from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, MAX_FRAMES, Header, Op, unpack
+from zmqrl.transport.tree import is_row_list, rows_of
 
 _ASK_AFTER = 1.0
 """Seconds without a word about a request, after which the client asks whether it is known."""
 
-_REBUILD_AFTER = 3.0
-"""Seconds in which the broker answered nothing at all, after which the socket is made anew."""
+_REBUILD_AFTER = 2.0
+"""Seconds without a word from the broker after that question, after which the socket is made anew."""
+
+_RETRY_AFTER = 0.2
+"""Seconds between two tries where the broker cannot take a request yet."""
 
 _FATAL: Dict[str, Type[ClientError]] = {
     "policy": PolicyError,
     "attempts": AttemptsExhausted,
     "deadline": PolicyTimeout,
-    "stopping": BrokerStopping,
     "replaced": Replaced,
     "refused": RequestRefused,
 }
@@ -57,9 +59,9 @@ class Pending:
         self._meta = meta
         self._buffers = buffers
         self._deadline = 0.0
-        self._heard = 0.0  # when the broker last said something about this request
-        self._retry_at: Optional[float] = None
-        self._state = ""
+        self._look_at = 0.0  # when to do something about it if there is no reply
+        self._retry: Optional[Type[ClientError]] = None  # why it must be sent again
+        self._state = ""  # what the broker last said of it
         self._outcome: Any = None
         self._error: Optional[ClientError] = None
         self._done = False
@@ -147,25 +149,25 @@ class PolicyClient:
         mode: str = "train",
         rank: Optional[int] = None,
         world_size: Optional[int] = None,
-        max_message_mb: int = 256,
+        max_message_mb: int = sockets.MAX_MESSAGE_MB,
     ) -> None:
         self.endpoint = endpoint or sockets.local_endpoint("frontend")
-        sockets.check_endpoint(self.endpoint)
         self.timeout = _checked_timeout(timeout)
         if (rank is None) != (world_size is None):
             raise ValueError("give rank and world_size together")
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in 0 … world_size - 1 ({world_size - 1})")
+        if name is not None and not 0 < len(name) <= 200:
+            raise ValueError("a name has 1 to 200 characters")
         self.mode = _checked_mode(mode)
         self.name = name or f"client-{os.urandom(4).hex()}"
-        self.retries = 0
-        """Requests sent again, because the broker did not know them or was overloaded."""
         self._rank = rank
         self._world_size = world_size
         self._max_message_mb = max_message_mb
         # Later processes of one name have larger numbers; a fork and a rebuilt socket keep theirs.
         self._incarnation = time.time_ns()
         self._next_id = 1
+        self._resting: Set[int] = set()
         self._closed = False
         self._open()
 
@@ -246,6 +248,12 @@ class PolicyClient:
             raise EncodeError(
                 f"the observation has {size / 2**20:.1f} MiB; max_message_mb is {self._max_message_mb}"
             )
+        if len(encoded.buffers) > MAX_FRAMES:
+            raise EncodeError(
+                f"the observation has {len(encoded.buffers)} large arrays; {MAX_FRAMES} go"
+            )
+        if not 0 <= stage < 256:
+            raise ValueError(f"stage must be in 0 … 255, not {stage!r}")
         with self._exclusive():
             header = Header(
                 Op.INFER,
@@ -259,21 +267,38 @@ class PolicyClient:
             self._next_id += 1
             pending = Pending(self, header, encoded.meta, list(encoded.buffers))
             pending._deadline = time.monotonic() + seconds
-            self._pending[header.request_id] = pending
+            self._resting.discard(stage)
             self._send(pending)
+            self._pending[header.request_id] = pending
             return pending
 
+    def rest(self, stage: int = 0) -> None:
+        """Say that this pipeline stage asks no more for now.
+
+        In normal mode a rollout worker waits for all its env workers; from now on not for this one,
+        until it asks again. In decoupled mode nobody waits anyway.
+        """
+        with self._exclusive():
+            self._resting.add(stage)
+            self._send_frames([Header(Op.REST, stage=stage).pack()])
+
     def close(self) -> None:
-        """Say goodbye and close the socket; pending requests end in `ClientClosed`."""
+        """Say goodbye and close the socket; pending requests end in `ClientClosed`.
+
+        Raises:
+            ClientInUse: Another thread is in a call.
+        """
         if self._closed:
             return
-        self._closed = True
         if self._pid != os.getpid():
+            self._closed = True
             return  # the socket is the parent's
-        for pending in list(self._pending.values()):
-            self._end(pending, error=ClientClosed("the client was closed"))
-        self._send_frames([Header(Op.BYE).pack()])
-        self._socket.close()
+        with self._exclusive():
+            self._closed = True
+            for pending in list(self._pending.values()):
+                self._end(pending, error=ClientClosed("the client was closed"))
+            self._send_frames([Header(Op.BYE).pack()])
+            self._socket.close()
 
     def __enter__(self) -> PolicyClient:
         return self
@@ -301,12 +326,13 @@ class PolicyClient:
         self._connect()
 
     def _connect(self) -> None:
-        self._socket = sockets.dealer(zmq.Context.instance(), self.endpoint, self._max_message_mb)
-        self._opened = time.monotonic()
-        self._heard_broker: Optional[float] = None
+        self._socket = sockets.dealer(zmq.Context.instance(), self.endpoint)
+        self._reached = False  # whether the broker has said anything on this socket
+        self._asked: Optional[float] = None  # since when a KNOWN is unanswered
         self._hello()
 
     def _hello(self) -> None:
+        self._said_hello = time.monotonic()
         fields: Dict[str, Any] = {
             "name": self.name,
             "incarnation": self._incarnation,
@@ -317,14 +343,16 @@ class PolicyClient:
         if self._rank is not None:
             fields.update(rank=self._rank, world_size=self._world_size)
         self._send_frames([Header(Op.HELLO).pack() + encode_meta(fields)])
+        for stage in self._resting:
+            self._send_frames([Header(Op.REST, stage=stage).pack()])
 
     def _send(self, pending: Pending) -> None:
         now = time.monotonic()
         budget_ms = max(1, min(int((pending._deadline - now) * 1000), 2**32 - 1))
         header = pending._header._replace(budget_ms=budget_ms)
         pending._header = header._replace(attempt=min(header.attempt + 1, 255))
-        pending._heard = now
-        pending._retry_at = None
+        pending._look_at = min(now + _ASK_AFTER, pending._deadline)
+        pending._retry = None
         self._send_frames([header.pack() + pending._meta, *pending._buffers])
 
     def _send_frames(self, frames: List[Any]) -> None:
@@ -342,61 +370,63 @@ class PolicyClient:
 
     def _wait(self, pending: Pending, timeout: Optional[float]) -> bool:
         with self._exclusive():
+            if self._pending.get(pending._header.request_id) is not pending:
+                if not pending._done:  # made before a fork
+                    pending._finish(error=ClientError("the request belongs to the parent process"))
+                return True
             until = pending._deadline
             if timeout is not None:
                 until = min(until, time.monotonic() + timeout)
-            while not pending._done:
-                self._receive()
+            while True:
                 now = time.monotonic()
-                if pending._done:
-                    break
-                for request in list(self._pending.values()):
-                    self._look_after(request, now)
+                wake = min(until, min(p._look_at for p in self._pending.values()))
+                if self._socket.poll(max(0, int((wake - now) * 1000 + 0.999))):
+                    self._receive(pending)
+                now = time.monotonic()
+                if now >= wake:
+                    for request in list(self._pending.values()):
+                        if now >= request._look_at:
+                            self._look_after(request, now)
                 if pending._done or now >= until:
-                    break
-                pause = min(until, self._next_look()) - now
-                self._socket.poll(max(1, int(pause * 1000) + 1))
-            return pending._done
-
-    def _next_look(self) -> float:
-        return min(
-            p._retry_at if p._retry_at is not None else min(p._heard + _ASK_AFTER, p._deadline)
-            for p in self._pending.values()
-        )
+                    return pending._done
 
     def _look_after(self, pending: Pending, now: float) -> None:
         """Do what is due for a request that has no reply yet."""
+        if pending._done:
+            return
         if now >= pending._deadline:
             self._send_frames([Header(Op.CANCEL, request_id=pending._header.request_id).pack()])
             self._end(pending, error=self._timeout_of(pending))
-        elif pending._retry_at is not None:
-            if now >= pending._retry_at:
-                self.retries += 1
-                self._send(pending)
-        elif now >= pending._heard + _ASK_AFTER:
-            silent_since = max(self._opened, self._heard_broker or 0.0)
-            if now >= silent_since + _REBUILD_AFTER:
-                # Not even KNOWN is answered: the connection may be half dead, so make a new one.
-                self._socket.close(0)
-                heard = self._heard_broker
-                self._connect()
-                self._heard_broker = heard
-                for request in self._pending.values():
-                    self._send(request)
-                return
-            pending._heard = now
+        elif pending._retry is not None:
+            self._send(pending)
+        elif self._asked is not None and now >= self._asked + _REBUILD_AFTER:
+            # Not even KNOWN is answered: the connection may be half dead, so make a new one.
+            self._socket.close(0)
+            reached = self._reached
+            self._connect()
+            self._reached = reached
+            for request in self._pending.values():
+                self._send(request)
+        else:
+            if self._asked is None:
+                self._asked = now
+            pending._look_at = min(now + _ASK_AFTER, pending._deadline)
             self._send_frames([Header(Op.KNOWN, request_id=pending._header.request_id).pack()])
 
+    def _try_again(self, pending: Pending, now: float, seconds: float, why: Type[ClientError]) -> None:
+        """Send a request once more after so many seconds; `why` is what it ends in if time is up."""
+        pending._retry = why
+        pending._look_at = min(now + seconds, pending._deadline)
+
     def _timeout_of(self, pending: Pending) -> ClientError:
-        if self._heard_broker is None:
+        if not self._reached:
             return BrokerUnreachable(
                 f"no broker answered at {self.endpoint} within the timeout; "
                 "is one running there (bin/start-broker)?"
             )
+        kind = pending._retry or PolicyTimeout
         state = pending._state or "the broker said nothing about the request"
-        if pending._retry_at is not None:
-            return Overloaded(f"the broker at {self.endpoint} stayed overloaded: {state}")
-        return PolicyTimeout(f"no reply from {self.endpoint} within the timeout: {state}")
+        return kind(f"no reply from {self.endpoint} within the timeout: {state}")
 
     def _end(self, pending: Pending, outcome: Any = None, error: Optional[ClientError] = None) -> None:
         del self._pending[pending._header.request_id]
@@ -404,15 +434,15 @@ class PolicyClient:
 
     def _cancel(self, pending: Pending) -> None:
         with self._exclusive():
-            if not pending._done:
+            if self._pending.get(pending._header.request_id) is pending:
                 self._send_frames([Header(Op.CANCEL, request_id=pending._header.request_id).pack()])
                 self._end(pending, error=ClientError("the request was cancelled"))
 
     # -- Receiving
 
-    def _receive(self) -> None:
-        """Read all messages that have arrived."""
-        while True:
+    def _receive(self, awaited: Pending) -> None:
+        """Read what has arrived, up to the end of the request that is awaited."""
+        while not awaited._done:
             try:
                 frames = [self._socket.recv(sockets.NOBLOCK, copy=False)]
             except zmq.Again:
@@ -430,18 +460,19 @@ class PolicyClient:
     def _handle(self, frames: List[Any]) -> None:
         first = frames[0].bytes
         header = unpack(first)
-        now = self._heard_broker = time.monotonic()
+        now = time.monotonic()
+        self._reached = True
+        self._asked = None
         pending = self._pending.get(header.request_id)
         if header.op == Op.UNKNOWN:
-            if header.request_id == 0 or pending is not None:
+            if now >= self._said_hello + _RETRY_AFTER:
                 self._hello()
-            if pending is not None:
-                self.retries += 1
-                self._send(pending)
-        elif header.op == Op.ERROR and header.request_id == 0:
-            error = self._error_of(decode_meta(first[HEADER_SIZE:]))
-            for request in list(self._pending.values()):
-                self._end(request, error=error)
+                if pending is not None:
+                    self._send(pending)
+            elif pending is not None:
+                self._try_again(pending, now, _RETRY_AFTER, PolicyTimeout)
+        elif header.op == Op.ERROR:
+            self._error(pending, header.request_id, decode_meta(first[HEADER_SIZE:]), now)
         elif pending is None:
             return  # late: an earlier call gave this request up
         elif header.op == Op.REPLY:
@@ -453,21 +484,30 @@ class PolicyClient:
             except DecodeError as error:
                 self._end(pending, error=PolicyError(f"the reply cannot be read: {error}"))
         elif header.op == Op.KNOWN:
-            pending._heard = now
             pending._state = str(decode_meta(first[HEADER_SIZE:]).get("state", ""))
-        elif header.op == Op.ERROR:
-            fields = decode_meta(first[HEADER_SIZE:])
-            if fields.get("code") == "overloaded":
-                retry_after = fields.get("retry_after_ms")
-                wait_ms = retry_after if isinstance(retry_after, int) else 100
-                pending._retry_at = now + min(max(wait_ms, 1), 10_000) / 1000
-                pending._state = str(fields.get("message", ""))
-            else:
-                self._end(pending, error=self._error_of(fields))
 
-    def _error_of(self, fields: Dict[str, Any]) -> ClientError:
-        kind = _FATAL.get(str(fields.get("code")), ClientError)
-        return kind(f"{self.endpoint}: {fields.get('message', 'unexplained error')}")
+    def _error(
+        self, pending: Optional[Pending], request_id: int, fields: Dict[str, Any], now: float
+    ) -> None:
+        code = str(fields.get("code"))
+        message = str(fields.get("message", "unexplained error"))
+        if request_id == 0:  # about this client as a whole
+            for request in list(self._pending.values()):
+                self._end(request, error=self._error_of(code, message))
+        elif pending is None:
+            return
+        elif code in ("overloaded", "stopping"):
+            # A broker that stops may be started again, and one that is full gets emptier.
+            retry_after = fields.get("retry_after_ms")
+            wait_ms = retry_after if isinstance(retry_after, int) else 1000 * _RETRY_AFTER
+            kind = Overloaded if code == "overloaded" else BrokerStopping
+            pending._state = message
+            self._try_again(pending, now, min(max(wait_ms / 1000, 0.001), 10.0), kind)
+        else:
+            self._end(pending, error=self._error_of(code, message))
+
+    def _error_of(self, code: str, message: str) -> ClientError:
+        return _FATAL.get(code, ClientError)(f"{self.endpoint}: {message}")
 
 
 class _Exclusive:
@@ -511,8 +551,8 @@ def _with_axis(tree: Any) -> Any:
 def _without_axis(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _without_axis(child) for key, child in tree.items()}
-    if isinstance(tree, list) and len(tree) == 1:
-        return tree[0]
+    if isinstance(tree, list):
+        return tree[0] if tree and is_row_list(tree) else [_without_axis(child) for child in tree]
     if isinstance(tree, np.ndarray) and tree.ndim:
         return tree[0]
     return tree

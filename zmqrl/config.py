@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from zmqrl.errors import ConfigError, EndpointError
-from zmqrl.transport.sockets import check_endpoint
+from zmqrl.transport import sockets
 
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -31,7 +31,7 @@ class Section(BaseModel):
 def _checked_endpoint(value: str | None) -> str | None:
     if value is not None:
         try:
-            check_endpoint(value)
+            sockets.check_endpoint(value)
         except EndpointError as error:
             raise ValueError(str(error)) from None
     return value
@@ -157,14 +157,22 @@ class BrokerConfig(Section):
     backend: str | None = Field(None, description="where rollout workers connect; null: local ipc")
     max_queue_messages: int = Field(100_000, ge=1)
     max_queue_mb: int = Field(4096, ge=1)
-    max_client_messages: int = Field(1024, ge=1)
-    max_message_mb: int = Field(256, ge=1, le=4095)
-    heartbeat_timeout_s: float = Field(5.0, ge=0.5, le=600)
+    max_client_messages: int = Field(128, ge=1, le=100_000, description="open at once, of one client")
+    max_client_mb: int = Field(1024, ge=1)
+    max_message_mb: int = Field(sockets.MAX_MESSAGE_MB, ge=1, le=4095)
+    heartbeat_timeout_s: float = Field(sockets.HEARTBEAT_S, ge=0.5, le=600)
 
     @field_validator("frontend", "backend")
     @classmethod
     def _is_endpoint(cls, value: str | None) -> str | None:
         return _checked_endpoint(value)
+
+    @model_validator(mode="after")
+    def _two_endpoints(self) -> BrokerConfig:
+        fixed = self.frontend is not None and not self.frontend.endswith((":0", ":*"))
+        if fixed and self.frontend == self.backend:
+            raise ValueError(f"frontend and backend are both {self.frontend}; they are two sockets")
+        return self
 
 
 class LoggerConfig(Section):
@@ -305,6 +313,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key.value, str):
+                raise yaml.MarkedYAMLError(problem="a key is no text", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark

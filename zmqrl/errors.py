@@ -42,7 +42,7 @@ class BrokerUnreachable(ClientError, ConnectionError):
 
 
 class BrokerStopping(ClientError):
-    """Raised when the broker is shutting down and will not serve the request."""
+    """Raised when the broker shut down and none came back until the timeout."""
 
 
 class PolicyTimeout(ClientError, TimeoutError):

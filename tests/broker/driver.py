@@ -221,7 +221,8 @@ class FakeWorker:
         self.send((batch or self.batch).result(**result))
 
     def bye(self):
-        self.send([Header(Op.BYE).pack()])
+        number = self.batches[-1].table.number if self.batches else 0
+        self.send([Header(Op.BYE, request_id=number).pack()])
 
     def vanish(self):
         self.pool.gone.add(self.peer)

@@ -258,7 +258,7 @@ def test_requests_that_are_over_take_no_memory_while_no_worker_is_connected(deco
     pool.wait(1.0)
     assert pool.holds_nothing()
     gc.collect()
-    mine = [o for o in gc.get_objects() if isinstance(o, Request) and o.client.peer == client.peer]
+    mine = [o for o in gc.get_objects() if type(o) is Request and o.client.peer == client.peer]
     assert len(mine) < 10
 
 

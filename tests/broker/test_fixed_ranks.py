@@ -1,7 +1,7 @@
 import pytest
 from driver import STEP, Pool
 
-from zmqrl.transport.header import FLAG_EVAL
+from zmqrl.transport.header import FLAG_EVAL, Header, Op
 
 
 def ranks(envs, workers, **options):
@@ -378,3 +378,24 @@ def test_an_env_has_one_request_in_a_batch_after_two_rollout_workers_were_lost_w
         pool.turn()
         newest.answer()
     assert newest.who == [["e01"], ["e02"]]
+
+
+def test_a_barrier_does_not_wait_for_a_stage_that_rests_until_it_asks_again():
+    pool = Pool(decoupled=False)
+    first, second = (pool.client(name, rank=rank, world_size=2) for rank, name in enumerate("ab"))
+    worker = pool.worker("w", rank=0, world_size=1)
+    for client in (first, second):
+        client.ask(stage=1)
+    pool.turn()
+    worker.answer()
+    first.send([Header(Op.REST, stage=1).pack()])
+    second.ask(stage=1)
+    pool.turn()
+    assert worker.who[-1] == ["b2"]
+    worker.answer()
+    first.ask(stage=1)
+    pool.turn()
+    assert len(worker.who) == 2, "the barrier did not wait for the one that had asked again"
+    second.ask(stage=1)
+    pool.turn()
+    assert sorted(worker.who[-1]) == ["a2", "b3"]

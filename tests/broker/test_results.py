@@ -84,15 +84,19 @@ def test_a_result_that_leaves_a_request_out_answers_the_others():
 
 
 def test_a_result_that_names_a_slot_twice_answers_it_once():
-    pool = Pool(queue_size=1)
+    pool = Pool(queue_size=2)
     client, worker = pool.client("a"), pool.worker("w")
+    client.ask()
     client.ask()
     pool.turn()
     entries, replies = worker.batch.replies()
-    worker.send(join_batch(worker.batch.table._replace(entries=entries * 2), Op.RESULT, replies * 2))
+    table = worker.batch.table._replace(entries=[entries[0]] * 2)
+    worker.send(join_batch(table, Op.RESULT, [replies[0]] * 2))
     pool.turn()
     assert client.answers == [("REPLY", 1)]
     assert pool.counters["late_results"] == 1
+    worker.answered = 1
+    served_in_the_end(pool, [client], [worker])
 
 
 def test_a_second_copy_of_a_result_reaches_nobody():

@@ -202,3 +202,15 @@ def test_a_batch_that_is_full_by_rows_does_not_wait():
     client.ask(rows=4)
     pool.turn()
     assert worker.who == [["a1", "a2"]]
+
+
+def test_a_batch_holds_no_more_bytes_than_one_frame_may_have():
+    pool = Pool(queue_size=10, max_joined=3000)
+    client, worker = pool.client("a"), pool.worker("w")
+    for _ in range(3):
+        client.ask(size=1200)
+    pool.turn()
+    assert worker.who == [["a1", "a2"]]
+    worker.answer()
+    pool.turn()
+    assert worker.who[-1] == ["a3"]

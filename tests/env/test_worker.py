@@ -11,7 +11,7 @@ from conftest import TESTS, Pool, wait_for
 from zmqrl import config
 from zmqrl.env.worker import EnvWorker
 from zmqrl.errors import EnvironmentFailure, PolicyTimeout, RunFailed
-from zmqrl.runner.process import StopSignal
+from zmqrl.process import StopSignal
 
 SIM = f"env.factory={TESTS / 'sims.py'}:make"
 

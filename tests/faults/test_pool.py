@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 import zmq
@@ -179,11 +180,14 @@ def test_a_request_that_kills_its_workers_ends_in_an_error_with_its_history(pool
         blocker.result()
 
 
-def test_a_broker_restart_under_load_ends_every_call_in_its_answer(pool: Pool) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_broker_restart_under_load_ends_every_call_in_its_answer(
+    pool: Pool, number: signal.Signals
+) -> None:
     pool.start(workers=2, seconds=0.005)
     load = Load(pool, clients=6)
     load.wait_for(100)
-    os.kill(pool.pid("broker"), signal.SIGKILL)
+    os.kill(pool.pid("broker"), number)
     pool.launcher.children["broker"].process.wait()
     pool.start_broker()
     load.wait_for(200)
@@ -192,13 +196,13 @@ def test_a_broker_restart_under_load_ends_every_call_in_its_answer(pool: Pool) -
 
 def test_a_stopping_broker_says_so_to_waiting_clients_and_exits_cleanly(pool: Pool) -> None:
     pool.start(workers=0)
-    request = pool.client().submit({"x": np.ones((1, 3))})
+    request = pool.client().submit({"x": np.ones((1, 3))}, timeout=4)
     wait_for(lambda: pool.counters()["requests"] == 1, "the request")
     process = pool.launcher.children["broker"].process
     process.send_signal(signal.SIGTERM)
-    with pytest.raises(BrokerStopping):
-        request.result()
     assert process.wait(10) == 0
+    with pytest.raises(BrokerStopping, match="shutting down"):
+        request.result()
 
 
 def test_a_terminated_worker_finishes_its_batch_first(pool: Pool, folder: Path) -> None:
@@ -309,6 +313,54 @@ def test_a_peer_of_another_protocol_version_is_told_so(pool: Pool) -> None:
         assert "version 99" in decode_meta(reply[HEADER_SIZE:])["message"]
         socket.close(0)
     assert pool.client().infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
+
+
+def test_a_request_nested_without_end_is_refused_and_kills_no_worker(pool: Pool) -> None:
+    pool.start(workers=2)
+    nest: object = 1
+    for _ in range(900):
+        nest = [nest]
+    hostile = {"x": {b"nd": True, b"type": nest, b"kind": b"", b"shape": [1], b"data": b""}}
+    socket = raw_dealer(pool, pool.frontend)
+    socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "odd", "incarnation": 1}))
+    assert unpack(socket.recv()).op == Op.WELCOME
+    header = Header(Op.INFER, request_id=9, rows=1, budget_ms=20_000)
+    socket.send(header.pack() + msgpack.packb(hostile))
+    assert socket.poll(10_000)
+    assert decode_meta(socket.recv()[HEADER_SIZE:])["code"] == "refused"
+    assert len(pool.status()["workers"]) == 2
+    socket.close(0)
+
+
+def test_a_refused_introduction_is_answered(pool: Pool) -> None:
+    pool.start(workers=0)
+    for endpoint in (pool.frontend, pool.backend):
+        socket = raw_dealer(pool, endpoint)
+        socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "n" * 201}))
+        assert socket.poll(10_000)
+        assert "200 characters" in decode_meta(socket.recv()[HEADER_SIZE:])["message"]
+        socket.close(0)
+
+
+def test_replies_that_nobody_reads_do_not_pile_up_in_the_broker(pool: Pool) -> None:
+    pool.start_broker("broker.max_client_messages=4")
+    pool.start_worker(0)
+    pool.wait_for_workers(1)
+    deaf = zmq.Context.instance().socket(zmq.DEALER)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.connect(pool.frontend)
+    deaf.send(Header(Op.HELLO).pack() + encode_meta({"name": "deaf", "incarnation": 1}))
+    big = encode({"x": np.ones((1, 1 << 18))})
+    for request_id in range(1, 60):
+        header = Header(Op.INFER, request_id=request_id, frames=1, rows=1, budget_ms=20_000)
+        deaf.send(header.pack() + big.meta, zmq.SNDMORE)
+        deaf.send(big.buffers[0])
+        ended = request_id  # one at a time, so that the bound on open requests is not what stops it
+        wait_for(
+            lambda ended=ended: (c := pool.counters())["answered"] + c["overloaded"] >= ended, "the end"
+        )
+    assert pool.counters()["dropped"] > 20
+    deaf.close(0)
 
 
 def test_a_client_that_never_reads_does_not_slow_the_others(pool: Pool) -> None:

@@ -187,6 +187,43 @@ def test_the_others_go_on_although_half_of_the_env_workers_are_killed(
     assert "eval-1 was killed by SIGKILL" in run.text()
 
 
+@pytest.mark.parametrize("part", ["start-rollout-worker", "start-broker"])
+def test_a_run_that_breaks_off_still_writes_what_there_is(folder: Path, part: str) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        "env.eval={total_num_envs: 2, rollout_epoch: 1000}",
+        "env.delay_sampler={type: constant, delay: 0.01}",
+        "cluster.component_placement={env: 0-1, rollout: '0'}",
+    )
+    run.wait_until_it_steps()
+    run.part(part).send_signal(signal.SIGKILL)
+    assert run.wait() == 1
+    assert "was killed by SIGKILL" in run.text().splitlines()[-1]
+    assert run.result()["eval/num_trajectories"] > 0
+    assert run.result()["eval/missing_trajectories"] > 0
+
+
+@BOTH_MODES
+def test_pipeline_stages_of_different_length_end_without_waiting_for_each_other(
+    folder: Path, decoupled: bool
+) -> None:
+    run = Run(
+        folder,
+        "env.id=CartPole-v1",
+        "rollout.policy_kwargs.damping=0",  # falls sooner or later
+        "env.eval={total_num_envs: 6, rollout_epoch: 5, use_fixed_reset_state_ids: true}",
+        "env.pipeline_stages=2",
+        "env.request_timeout_s=20",
+        "cluster.component_placement={env: 0-2, rollout: '0'}",
+        decoupled=decoupled,
+    )
+    assert run.wait() == 0, run.text()
+    result = run.result()
+    assert result["eval/num_trajectories"] == 30
+    assert result["broker/requests"] == result["broker/answered"]
+
+
 def test_an_env_worker_stuck_in_a_step_is_named_and_the_rest_is_counted(folder: Path) -> None:
     run = Run(
         folder,
@@ -243,7 +280,17 @@ def test_what_cannot_start_ends_the_run_with_its_cause(
     assert any(word in run.text() for word in words.split("|")), run.text()
 
 
-@pytest.mark.parametrize("overrides", [["env.id=CartPole-v1", "rolout.policy=x:y"], [POLICY], []])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["env.id=CartPole-v1", "rolout.policy=x:y"],
+        [POLICY],
+        [],
+        ["env.id=CartPole-v1", POLICY, "--json=/tmp"],
+        ["env.id=CartPole-v1", POLICY, "runner.logger.log_path=/proc/nowhere"],
+        ["env.id=CartPole-v1", POLICY, "broker.frontend=ipc:///tmp/a", "broker.backend=ipc:///tmp/a"],
+    ],
+)
 def test_a_bad_configuration_exits_with_2_and_starts_nothing(folder: Path, overrides: list[str]) -> None:
     run = Run(folder, *overrides, policy="rollout.rollout_queue_size=0")
     assert run.wait() == 2

@@ -106,6 +106,35 @@ def test_a_child_that_asks_a_question_gets_an_end_of_file(folder: Path) -> None:
         assert "EOFError" in child.cause()
 
 
+def test_a_worker_that_is_told_to_stop_while_it_loads_ends_within_ten_seconds(folder: Path) -> None:
+    (folder / "stuck.py").write_text(STUCK)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "zmqrl", "start-rollout-worker"),
+            f"--policy={folder}/stuck.py:policy",
+            f"rollout.policy_kwargs.folder={folder}",
+            "rollout.policy_kwargs.how=gil",
+        ]
+    )
+    wait_for((folder / "started").exists, "the worker to load")
+    process.terminate()
+    begin = time.monotonic()
+    process.wait(15)
+    assert time.monotonic() - begin < 10
+
+
+def test_what_prints_a_line_may_fail_without_stopping_the_child(folder: Path) -> None:
+    def fails(name: str, line: str) -> None:
+        raise OSError("the terminal is gone")
+
+    (folder / "talks.py").write_text(
+        "def policy():\n    print('x' * 1000 * 1000)\n    raise ValueError\n"
+    )
+    with Launcher(fails) as launcher:
+        launcher.start("worker", ["start-rollout-worker", f"--policy={folder}/talks.py:policy"])
+        wait_for(launcher.exits, "the child to end")
+
+
 def test_a_name_can_be_started_again(folder: Path) -> None:
     with Launcher(lambda name, line: None) as launcher:
         for _ in range(2):

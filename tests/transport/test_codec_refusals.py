@@ -9,7 +9,7 @@ import pytest
 
 from zmqrl.errors import DecodeError, EncodeError
 from zmqrl.transport import codec
-from zmqrl.transport.codec import LARGE, decode, decode_meta, encode
+from zmqrl.transport.codec import LARGE, MAX_META, decode, decode_meta, encode
 from zmqrl.transport.tree import MAX_DEPTH
 
 
@@ -381,3 +381,36 @@ def test_nesting_within_an_array_is_refused():
 def test_fields_that_are_no_map_of_str_are_refused(fields):
     with pytest.raises(DecodeError):
         decode_meta(msgpack.packb(fields))
+
+
+def nested_list(depth):
+    node = 1
+    for _ in range(depth):
+        node = [node]
+    return node
+
+
+@pytest.mark.parametrize("key", [b"type", b"kind", b"shape", b"data", b"frame"])
+@pytest.mark.parametrize("depth", [10, 900])
+def test_a_field_of_an_array_that_is_deeply_nested_is_refused(key, depth):
+    array = {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [1], b"data": bytes(4)}
+    array[key] = nested_list(depth)
+    with pytest.raises(DecodeError) as error:
+        decode(msgpack.packb({"x": array}))
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("depth", [10, 900])
+def test_the_fields_of_a_plain_message_are_not_deeply_nested(depth):
+    with pytest.raises(DecodeError):
+        decode_meta(msgpack.packb({"message": nested_list(depth)}))
+
+
+def test_a_meta_above_the_limit_is_refused_on_both_sides():
+    tree = {"text": ["x" * 1024] * (MAX_META >> 10)}
+    with pytest.raises(EncodeError, match="MiB"):
+        encode(tree)
+    with pytest.raises(DecodeError, match="most"):
+        decode(msgpack.packb(tree))
+    with pytest.raises(DecodeError, match="most"):
+        decode_meta(msgpack.packb({"message": "x" * (1 << 20)}))

@@ -15,6 +15,8 @@ from zmqrl.transport.sockets import (
     is_exposed,
     local_endpoint,
     lock_endpoint,
+    pull,
+    push,
     router,
 )
 
@@ -101,7 +103,20 @@ def test_an_endpoint_that_is_no_str_is_refused_by_its_type(endpoint):
         check_endpoint(endpoint)
 
 
-@pytest.mark.parametrize("kind", [dealer, router])
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:*"])
+@pytest.mark.parametrize("kind", [dealer, push])
+def test_a_socket_that_connects_needs_the_port(open_socket, kind, endpoint):
+    with pytest.raises(EndpointError, match="the port that the broker got"):
+        open_socket(kind, endpoint)
+
+
+def test_a_second_collector_on_an_endpoint_is_refused(open_socket):
+    taken = bound_endpoint(open_socket(pull, "tcp://127.0.0.1:*"))
+    with pytest.raises(EndpointError, match=taken):
+        open_socket(pull, taken)
+
+
+@pytest.mark.parametrize("kind", [dealer, router, push, pull])
 def test_no_socket_is_made_for_a_bad_endpoint(kind, open_socket):
     with pytest.raises(EndpointError):
         open_socket(kind, "tcp://nowhere")

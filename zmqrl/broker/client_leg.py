@@ -34,7 +34,7 @@ class ClientLeg:
         if op == Op.HELLO:
             self._hello(peer, client, decode_meta(message[0][HEADER_SIZE:]))
             return
-        if op not in (Op.INFER, Op.KNOWN, Op.CANCEL, Op.BYE):
+        if op not in (Op.INFER, Op.KNOWN, Op.CANCEL, Op.REST, Op.BYE):
             raise DecodeError(f"op {op} has no meaning from a client")
         if client is None:
             if op in (Op.INFER, Op.KNOWN):
@@ -46,6 +46,8 @@ class ClientLeg:
             self._infer(client, header, message)
         elif op == Op.BYE:
             self.forget(client)
+        elif op == Op.REST:
+            client.modes[header.stage] = None
         elif op == Op.CANCEL:
             if request_id in client.requests:
                 pool.cancel(client.requests[request_id])

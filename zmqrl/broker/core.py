@@ -31,8 +31,8 @@ from zmqrl.broker.client_leg import ClientLeg
 from zmqrl.broker.pool import Options, Pool
 from zmqrl.broker.records import Counters, Worker
 from zmqrl.broker.worker_leg import WorkerLeg
-from zmqrl.errors import DecodeError, VersionMismatch
-from zmqrl.transport.header import Header, Op, request_id_of, unpack
+from zmqrl.errors import DecodeError
+from zmqrl.transport.header import MAX_FRAMES, Header, Op, op_of, request_id_of, unpack
 
 TICK = 0.25
 """Seconds between two looks at the timers."""
@@ -106,7 +106,8 @@ class Broker:
         probe = [Header(Op.PROBE).pack()]
         for worker in pool.peers.workers.values():
             busy = worker.batch is not None and pool.now >= worker.batch.sent + _PROBE_BUSY_AFTER
-            if busy or pool.now >= max(worker.heard, worker.probed) + _PROBE_SILENT_AFTER:
+            # Idle workers are probed although they speak: it tells them that the broker is there.
+            if busy or pool.now >= worker.probed + _PROBE_SILENT_AFTER:
                 worker.probed = pool.now
                 pool.to_workers.append((worker.peer, probe))
         for client in pool.peers.clients.values():
@@ -123,6 +124,8 @@ class Broker:
         """Take in a message of the frontend: its frames, the first as bytes."""
         try:
             header = unpack(message[0])
+            if header.frames > MAX_FRAMES:
+                raise DecodeError(f"{header.frames} large buffers; {MAX_FRAMES} is the most")
             if header.frames != len(message) - 1:
                 raise DecodeError(
                     f"{len(message) - 1} large buffers came, the header says {header.frames}"
@@ -135,7 +138,7 @@ class Broker:
         except DecodeError as error:
             self.counters.malformed += 1
             request_id = request_id_of(message[0])
-            if request_id or isinstance(error, VersionMismatch):
+            if request_id or op_of(message[0]) == Op.HELLO:
                 refusal = words.error("refused", str(error), request_id)
                 self._pool.to_clients.append((peer, refusal))
 
@@ -145,7 +148,7 @@ class Broker:
             self._workers.receive(peer, unpack(message[0]), message)
         except DecodeError as error:
             self.counters.malformed += 1
-            if isinstance(error, VersionMismatch):
+            if op_of(message[0]) == Op.HELLO:
                 self._pool.to_workers.append((peer, words.error("refused", str(error))))
 
     # -- What is sent

@@ -22,8 +22,9 @@ class Options:
     max_open: int = 100_000
     """Requests held at once."""
     max_open_bytes: int = 4 << 30
-    max_client_open: int = 1024
+    max_client_open: int = 128
     """Requests of one client held at once."""
+    max_client_bytes: int = 1 << 30
 
 
 class Pool:
@@ -63,6 +64,7 @@ class Pool:
             len(self.requests) >= self.options.max_open
             or self.open_bytes + size > self.options.max_open_bytes
             or len(client.requests) >= self.options.max_client_open
+            or client.open_bytes + size > self.options.max_client_bytes
         )
 
     def open(self, client: Client, header: Header, message: list[Any], size: int) -> None:
@@ -82,6 +84,7 @@ class Pool:
         self._next_slot += 1
         self.requests[request.slot] = request
         self.open_bytes += size
+        client.open_bytes += size
         client.requests[request.request_id] = request
         client.modes[request.stage] = request.eval
         self.counters.requests += 1
@@ -111,6 +114,7 @@ class Pool:
         request.state = State.CLOSED
         request.message = []
         self.open_bytes -= request.size
+        request.client.open_bytes -= request.size
         del self.requests[request.slot]
         del request.client.requests[request.request_id]
 

@@ -35,8 +35,9 @@ class Client:
     probed: float = 0.0
     requests: dict[int, Request] = field(default_factory=dict)
     """Its open requests by request id."""
-    modes: dict[int, bool] = field(default_factory=dict)
-    """Per pipeline stage, whether its latest request was an eval one."""
+    open_bytes: int = 0
+    modes: dict[int, bool | None] = field(default_factory=dict)
+    """Per pipeline stage, whether its latest request was an eval one; None while the stage rests."""
 
 
 @dataclass(slots=True, eq=False)

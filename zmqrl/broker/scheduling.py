@@ -21,6 +21,8 @@ class Limits:
     max_wait: float = 0.0
     """Seconds that a partial batch may be held open, from its oldest request's arrival."""
     max_attempts: int = 3
+    max_joined: int = 256 << 20
+    """Bytes of the first frames, which travel as one: a larger frame would cut the worker off."""
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ def _fill(
 ) -> list[Request]:
     """The first of `requests` that one batch of `worker` can hold, at most `most`."""
     batch: list[Request] = []
-    rows = 0
+    rows = joined = 0
     for request in requests:
         if now >= request.deadline:
             continue
@@ -104,11 +106,17 @@ def _fill(
             continue
         # The last attempt goes alone: a request that kills its worker takes nobody with it.
         last = bool(request.history) and len(request.history) + 1 >= limits.max_attempts
-        full = len(batch) >= most or (limits.max_rows and rows + request.rows > limits.max_rows)
+        size = len(request.message[0])
+        full = (
+            len(batch) >= most
+            or joined + size > limits.max_joined
+            or (limits.max_rows and rows + request.rows > limits.max_rows)
+        )
         if batch and (last or full):
             break
         batch.append(request)
         rows += request.rows
+        joined += size
         if last:
             break
     return batch

@@ -19,6 +19,9 @@ from zmqrl.transport.sockets import NOBLOCK, NOBLOCK_SNDMORE
 
 log = logging.getLogger(__name__)
 
+_RESULT_FRAMES = 1 << 20
+"""Frames that a worker's message may have: those of all replies of a batch."""
+
 _BURST = 256
 """Messages read from one socket before the other, and the timers, have their turn."""
 
@@ -44,14 +47,16 @@ class BrokerServer:
         frontend: str,
         backend: str,
         options: Options,
-        max_message_mb: int = 256,
-        heartbeat_s: float = 5.0,
+        max_message_mb: int = sockets.MAX_MESSAGE_MB,
+        heartbeat_s: float = sockets.HEARTBEAT_S,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._locks = [sockets.lock_endpoint(endpoint) for endpoint in (frontend, backend)]
         try:
-            self._frontend = sockets.router(self._context, frontend, max_message_mb, heartbeat_s)
-            self._backend = sockets.router(self._context, backend, max_message_mb, heartbeat_s)
+            # A client that reads never has more replies on the way than it may have requests open.
+            unread = options.max_client_open
+            self._frontend = sockets.router(self._context, frontend, unread, max_message_mb, heartbeat_s)
+            self._backend = sockets.router(self._context, backend, 1000, max_message_mb, heartbeat_s)
         except Exception:
             self._context.destroy(0)
             raise
@@ -75,8 +80,8 @@ class BrokerServer:
                 poller.poll(1 + int(core.timeout() * 1000))
                 core.advance(time.monotonic())
                 # Results first: they free workers for what the frontend brings.
-                self._receive(self._backend, core.from_worker, joined=True)
-                self._receive(self._frontend, core.from_client, joined=False)
+                self._receive(self._backend, core.from_worker, _RESULT_FRAMES, small=2)
+                self._receive(self._frontend, core.from_client, MAX_FRAMES + 1, small=1)
                 core.tick()
                 core.dispatch()
                 while self._send():
@@ -99,14 +104,16 @@ class BrokerServer:
         self,
         socket: zmq.Socket[bytes],
         handle: Callable[[bytes, list[Any]], None],
-        joined: bool,
+        most: int,
+        small: int,
     ) -> None:
         """Hand over what has arrived, up to a burst.
 
         Args:
             socket: Which to read.
             handle: Takes the peer's identity and the frames of its message.
-            joined: The second frame is needed as bytes as well.
+            most: Frames after which the rest of a message is not kept; its count tells that it is wrong.
+            small: How many first frames are needed as bytes.
         """
         for _ in range(_BURST):
             try:
@@ -115,16 +122,13 @@ class BrokerServer:
                 return
             peer = frame.bytes
             message: list[Any] = []
-            count = 0
-            while frame.more:
+            while frame.more:  # to the end, so that the next message begins where it should
                 frame = socket.recv(NOBLOCK, copy=False)
-                count += 1
-                if count > MAX_FRAMES:
-                    continue  # read on, so that the next message begins where it should
-                # A small Frame pins the 8 KB that libzmq read it into.
-                small = count == 1 or (joined and count == 2) or len(frame) < LARGE
-                message.append(frame.bytes if small else frame)
-            if count == 0 or count > MAX_FRAMES:
+                if len(message) <= most:
+                    # A small Frame pins the 8 KB that libzmq read it into.
+                    as_bytes = len(message) < small or len(frame) < LARGE
+                    message.append(frame.bytes if as_bytes else frame)
+            if not message:
                 self.core.counters.malformed += 1
                 continue
             try:
@@ -169,7 +173,7 @@ class BrokerServer:
                 lost.append(peer)
         if lost:
             # Its last results may have arrived already; what they answer need not run again.
-            self._receive(self._backend, core.from_worker, joined=True)
+            self._receive(self._backend, core.from_worker, _RESULT_FRAMES, small=2)
             for peer in lost:
                 core.worker_unreachable(peer)
         return bool(lost) or lost_clients

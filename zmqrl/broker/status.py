@@ -9,7 +9,7 @@ import zmq
 
 from zmqrl.errors import DecodeError
 from zmqrl.transport import sockets
-from zmqrl.transport.codec import decode_meta
+from zmqrl.transport.codec import MAX_META, decode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
 
 
@@ -41,7 +41,7 @@ class StatusClient:
             try:
                 header = unpack(frames[0])
                 if header.op == Op.STATUS and header.request_id == request_id:
-                    return decode_meta(frames[0][HEADER_SIZE:])
+                    return decode_meta(frames[0][HEADER_SIZE:], MAX_META)
             except DecodeError:
                 continue
         return None

@@ -19,6 +19,7 @@ from zmqrl.transport.header import (
     split_batch,
     unpack,
     unpack_table,
+    unpack_table_head,
 )
 
 _UNAWARE_FOR = 1.0
@@ -57,12 +58,14 @@ class WorkerLeg:
             elif header.op == Op.RESULT:
                 self._result(worker, message)
             elif header.op == Op.BYE:
-                self.forget(worker, "left")
+                batch = worker.batch
+                crossed = batch is not None and header.request_id < batch.number
+                self.forget(worker, None if crossed else "left")
             else:
                 raise DecodeError(f"op {header.op} has no meaning from a worker")
 
-    def forget(self, worker: Worker, why: str) -> None:
-        """A worker has left or was lost: what it holds runs elsewhere."""
+    def forget(self, worker: Worker, why: str | None) -> None:
+        """A worker has left or was lost: what it holds runs elsewhere; `why` as in `take_back`."""
         self.take_back(worker, why)
         self._pool.idle.pop(worker.peer, None)
         del self._pool.peers.workers[worker.peer]
@@ -156,12 +159,14 @@ class WorkerLeg:
     def _result(self, worker: Worker, message: list[Any]) -> None:
         pool, batch = self._pool, worker.batch
         try:
-            table = unpack_table(message[0])
-            if batch is not None and (table.epoch, table.number) == (pool.epoch, batch.number):
-                self._answer(worker, batch, table, message)
+            epoch, number, count = unpack_table_head(message[0])
+            if batch is not None and (epoch, number) == (pool.epoch, batch.number):
+                if count > len(batch.requests):
+                    raise DecodeError("a result has more entries than its batch")
+                self._answer(worker, batch, unpack_table(message[0]), message)
             else:
-                pool.counters.late_results += len(table.entries)
-                if batch is not None and table.epoch == pool.epoch and table.number < batch.number:
+                pool.counters.late_results += 1
+                if batch is not None and epoch == pool.epoch and number < batch.number:
                     return  # the batch was held up on the way; the one that the worker holds comes next
         except DecodeError:
             self.take_back(worker, "gave no valid result for it")

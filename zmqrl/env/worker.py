@@ -13,7 +13,7 @@ from zmqrl.config import Config, Mode
 from zmqrl.env.adapters import ShardEnv, Step, make_shard
 from zmqrl.env.delays import DelaySampler
 from zmqrl.errors import RunFailed
-from zmqrl.runner.process import StopSignal
+from zmqrl.process import StopSignal
 from zmqrl.telemetry.report import Episode, Report, Reporter
 from zmqrl.transport import sockets
 
@@ -99,13 +99,12 @@ class EnvWorker:
 
     def __init__(self, config: Config, mode: Mode, rank: int, stop: StopSignal) -> None:
         self.name = f"env-{rank}" if mode == "train" else f"eval-{rank}"
-        self.reporter = Reporter(config.runner.report)
         self.report = Report(self.name, rank)
-        self._config = config
         self._stop = stop
         self._delays = DelaySampler(config.env.delays_of(mode), rank)
         self._stages = self._make_stages(config, mode, rank)
         # After the simulators: some of them fork, which a ZeroMQ context must not live through.
+        self.reporter = Reporter(config.runner.report)
         self._client = PolicyClient(
             config.broker.frontend or sockets.local_endpoint("frontend"),
             timeout=config.env.request_timeout_s,
@@ -141,6 +140,7 @@ class EnvWorker:
                     self._advance(stage)
                     if stage.finished():
                         active.remove(stage)
+                        self._client.rest(stage.index)
             self.report.finished = not active
             return self.report.finished
         finally:
@@ -164,7 +164,6 @@ class EnvWorker:
         totals.wait_s += time.perf_counter() - stage.sent
         totals.queue_s += pending.queue_seconds or 0.0
         totals.predict_s += pending.predict_seconds or 0.0
-        totals.retries = self._client.retries
         self._delay()
         step = stage.shard.step(actions)
         totals.shard_steps += 1

@@ -45,9 +45,16 @@ def merge(trees: Sequence[Any]) -> Any:
         if all(is_row_list(tree) for tree in trees):
             return [item for tree in trees for item in tree]
         return [merge(children) for children in zip(*trees, strict=True)]
-    if any(repr(tree) != repr(first) for tree in trees):
+    if not all(_is_same(tree, first) for tree in trees):
         raise ValueError("the constants differ")
     return first
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two constants of one type are equal to the last bit."""
+    if isinstance(one, (np.ndarray, np.generic)):
+        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    return bool(one == other) or (one != one and other != other)  # NaN differs from itself
 
 
 def split(tree: Any, rows: Sequence[int]) -> list[Any]:

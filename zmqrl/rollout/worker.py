@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import zmq
 
-from zmqrl.errors import DecodeError, EncodeError, StartupFailed, VersionMismatch
+from zmqrl.errors import DecodeError, PolicyOutputError, StartupFailed, VersionMismatch
 from zmqrl.rollout.batching import check_output, merge, split
 from zmqrl.rollout.policy import Policy
 from zmqrl.transport import sockets
-from zmqrl.transport.codec import LARGE, decode, decode_meta, encode, encode_meta
+from zmqrl.transport.codec import LARGE, Encoded, decode, decode_meta, encode, encode_meta
 from zmqrl.transport.header import (
     FLAG_EVAL,
     HEADER_SIZE,
+    MAX_FRAMES,
     Entry,
     Header,
     Op,
@@ -36,6 +37,10 @@ log = logging.getLogger(__name__)
 
 _READY_EVERY = 1.0
 """Seconds after which an idle worker repeats that it is idle; the broker may have been restarted."""
+
+_REBUILD_AFTER = 12.0
+"""Seconds without a word, although the broker probes every worker now and then, after which an idle
+worker makes its socket anew."""
 
 _MAX_TRACEBACK = 8000
 
@@ -62,7 +67,7 @@ class RolloutWorker:
         name: Names the worker in status and history.
         rank: Its number among the rollout workers; normal mode binds env ranks by it.
         world_size: The number of rollout workers, with `rank`.
-        max_message_mb: Mebibytes; as the broker's.
+        max_message_mb: Mebibytes; as the broker's. A larger reply becomes an error.
         heartbeat_s: Seconds; as the broker's.
     """
 
@@ -74,8 +79,8 @@ class RolloutWorker:
         name: str,
         rank: int | None = None,
         world_size: int | None = None,
-        max_message_mb: int = 256,
-        heartbeat_s: float = 5.0,
+        max_message_mb: int = sockets.MAX_MESSAGE_MB,
+        heartbeat_s: float = sockets.HEARTBEAT_S,
     ) -> None:
         self.endpoint = endpoint
         self.name = name
@@ -88,10 +93,13 @@ class RolloutWorker:
         }
         if rank is not None:
             self._introduction.update(rank=rank, world_size=world_size)
+        self._max_message = max_message_mb << 20
+        self._heartbeat_s = heartbeat_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._socket = sockets.dealer(self._context, endpoint, max_message_mb, heartbeat_s)
         self._number = 0  # of the last batch received
+        self._predict_s = 0.0  # spent in the policy for the batch in hand
         self._welcomed = False
+        self._connect()
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until `stopping` says so; a batch in hand is finished first.
@@ -103,24 +111,30 @@ class RolloutWorker:
             StartupFailed: The broker refuses this worker.
         """
         try:
-            self._hello()
-            spoke = asked = time.monotonic()
+            warned = time.monotonic()
             while not stopping():
                 if self._socket.poll(250):
-                    if self._handle(self._receive()):
-                        spoke = time.monotonic()
+                    self._handle(self._receive())
+                    self._heard = time.monotonic()
                     continue
                 now = time.monotonic()
-                if now >= spoke + _READY_EVERY:
-                    spoke = now
+                if now >= self._heard + _REBUILD_AFTER:
+                    self._socket.close(0)
+                    self._connect()
+                elif now >= self._spoke + _READY_EVERY:
                     self._send([Header(Op.READY, request_id=self._number).pack()])
-                if not self._welcomed and now >= asked + 5.0:
-                    asked = now
+                if not self._welcomed and now >= warned + 5.0:
+                    warned = now
                     log.warning("no broker answers at %s yet", self.endpoint)
-            self._send([Header(Op.BYE).pack()])
+            self._send([Header(Op.BYE, request_id=self._number).pack()])
         finally:
             self._socket.close()
             self._context.term()
+
+    def _connect(self) -> None:
+        self._socket = sockets.dealer(self._context, self.endpoint, self._heartbeat_s)
+        self._heard = time.monotonic()
+        self._hello()
 
     def _receive(self) -> list[Any]:
         frames: list[Any] = []
@@ -132,8 +146,8 @@ class RolloutWorker:
             frames.append(frame.bytes if small else frame)
         return frames
 
-    def _handle(self, frames: list[Any]) -> bool:
-        """Act on a message; returns whether that told the broker that this worker is idle."""
+    def _handle(self, frames: list[Any]) -> None:
+        """Act on a message."""
         try:
             header = unpack(frames[0])
             if header.op == Op.BATCH:
@@ -149,19 +163,16 @@ class RolloutWorker:
             elif header.op == Op.ERROR:
                 message = decode_meta(frames[0][HEADER_SIZE:]).get("message")
                 raise StartupFailed(f"the broker at {self.endpoint} refuses this worker: {message}")
-            else:
-                return False
         except VersionMismatch as error:
             raise StartupFailed(f"{self.endpoint}: {error}") from None
         except DecodeError as error:
             log.warning("a message from the broker is not valid: %s", error)
-            return False
-        return True
 
     def _hello(self) -> None:
         self._send([Header(Op.HELLO).pack() + encode_meta(self._introduction)])
 
     def _send(self, frames: list[Any]) -> None:
+        self._spoke = time.monotonic()
         last = len(frames) - 1
         for index, frame in enumerate(frames):
             flags = sockets.NOBLOCK if index == last else sockets.NOBLOCK_SNDMORE
@@ -185,20 +196,24 @@ class RolloutWorker:
                 observation = decode(message[0][HEADER_SIZE:], message[1:])
                 if rows_of(observation) != header.rows:
                     raise DecodeError("the header and the arrays differ in their rows")
-            except (DecodeError, EncodeError) as error:
+            except Exception as error:  # whatever a stranger's bytes bring about, it is this request's
                 replies[entry.slot] = self._error(entry, header, "refused", str(error))
                 continue
             groups.setdefault(header.signature, []).append(_Shard(entry, header, observation))
-        begin = time.perf_counter()
+        self._predict_s = 0.0
         for shards in groups.values():
             replies.update(self._answer(shards))
-        predict_us = int((time.perf_counter() - begin) * 1e6)
-        entries = [
-            entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin=b"")
-            for entry in table.entries
-            for reply in (replies[entry.slot],)
-        ]
-        result = table._replace(entries=entries, predict_us=min(predict_us, 2**32 - 1))
+        entries, joined = [], 0
+        for entry in table.entries:
+            reply = replies[entry.slot]
+            joined += len(reply[0])
+            if joined > self._max_message:
+                text = f"the replies of one batch are larger than {self._max_message >> 20} MiB"
+                header = unpack(reply[0])
+                joined -= len(reply[0])
+                reply = replies[entry.slot] = self._error(entry, header, "policy", text)
+            entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin=b""))
+        result = table._replace(entries=entries, predict_us=_microseconds(self._predict_s))
         self._send(join_batch(result, Op.RESULT, [replies[entry.slot] for entry in entries]))
 
     def _answer(self, shards: Sequence[_Shard]) -> dict[int, list[Any]]:
@@ -225,21 +240,31 @@ class RolloutWorker:
         version = int(getattr(self._policy, "version", 0))
         begin = time.perf_counter()
         output = self._policy.infer(observation, np.repeat(is_eval, rows))
-        predict_us = int((time.perf_counter() - begin) * 1e6)
+        seconds = time.perf_counter() - begin
+        self._predict_s += seconds
         parts = split(check_output(output, sum(rows)), rows)
         replies = {}
         for shard, part in zip(shards, parts, strict=True):
             # Copied: a policy may write its next output into the same arrays.
             encoded = encode(part, copy=True)
+            self._check_size(encoded)
             header = self._reply(shard.entry, shard.header, Op.REPLY)._replace(
                 frames=len(encoded.buffers),
                 rows=shard.header.rows,
-                predict_us=min(predict_us, 2**32 - 1),
+                predict_us=_microseconds(seconds),
                 policy_version=version,
                 signature=encoded.signature,
             )
             replies[shard.entry.slot] = [header.pack() + encoded.meta, *encoded.buffers]
         return replies
+
+    def _check_size(self, encoded: Encoded) -> None:
+        largest = max([len(encoded.meta), *(len(buffer) for buffer in encoded.buffers)])
+        if largest > self._max_message - HEADER_SIZE or len(encoded.buffers) > MAX_FRAMES:
+            raise PolicyOutputError(
+                f"the reply has {len(encoded.buffers)} large arrays of up to {largest / 2**20:.1f} MiB; "
+                f"at most {MAX_FRAMES} of {self._max_message >> 20} MiB can be sent"
+            )
 
     def _error(self, entry: Entry, header: Header, code: str, text: str) -> list[Any]:
         fields = {"code": code, "message": text}
@@ -255,3 +280,7 @@ class RolloutWorker:
             stage=header.stage,
             queue_us=entry.queue_us,
         )
+
+
+def _microseconds(seconds: float) -> int:
+    return min(int(seconds * 1e6), 2**32 - 1)

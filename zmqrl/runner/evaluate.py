@@ -16,8 +16,8 @@ from zmqrl import config as configuration
 from zmqrl.broker.status import StatusClient
 from zmqrl.config import Config
 from zmqrl.errors import ConfigError, RunFailed, StartupFailed
+from zmqrl.process import StopSignal
 from zmqrl.runner.launcher import Child, Launcher
-from zmqrl.runner.process import StopSignal
 from zmqrl.telemetry.jsonl import JsonLines
 from zmqrl.telemetry.live import LiveLine
 from zmqrl.telemetry.metrics import EnvView, Metrics, episode_metrics, pool_metrics
@@ -49,27 +49,35 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
         raise ConfigError("env.id is not set: which simulator? (a Gymnasium id, or env.factory)")
     began = time.monotonic()
     folder = Path(config.runner.logger.log_path) / config.runner.logger.experiment_name
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = JsonLines(folder / "metrics.jsonl")
+    except OSError as error:
+        raise ConfigError(f"runner.logger: cannot write to {folder}: {error.strerror}") from None
     sockets_folder = Path(tempfile.mkdtemp(prefix="zmqrl-"))  # mode 0700
     try:
         config = _with_endpoints(config, sockets_folder)
         configuration.dump(config, folder / "config.yaml")
         run = _Evaluation(config, folder / "config.yaml", console, stop)
+        failure: RunFailed | None = None
         try:
             run.run()
+        except RunFailed as error:
+            failure = error
         finally:
             run.close()
     finally:
         shutil.rmtree(sockets_folder, ignore_errors=True)
     metrics: Metrics = {**run.metrics(), "wall_s": time.monotonic() - began}
-    lines = JsonLines(folder / "metrics.jsonl")
     lines.write(metrics)
     lines.close()
     if json_file is not None:
         json_file.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     if metrics["env_steps"]:
         console.print(summary(metrics, run.envs, run.status))
-    console.print(f"[dim]written to {folder}[/dim]")
+    console.print(f"written to {folder}", style="dim", markup=False)
+    if failure is not None:
+        raise failure
     run.raise_if_incomplete()
 
 
@@ -103,33 +111,33 @@ class _Evaluation:
             EnvView(f"eval-{rank}", config.envs_of("eval", rank) * per_env)
             for rank in range(config.env_workers)
         ]
-        self._live = LiveLine(console, sum(env.expected_episodes for env in self.envs))
         self._collector = Collector(config.runner.report)
         self._broker = StatusClient(config.broker.frontend)
+        self._live = LiveLine(console, sum(env.expected_episodes for env in self.envs))
         self._launcher = Launcher(self._live.say)
         self._began = time.monotonic()
 
     def run(self) -> None:
         """Start everything and watch until every env worker has ended."""
         self._start()
-        while not all(env.ended() for env in self.envs):
-            if self._stop():
-                self.problems.append(f"stopped by {self._stop.reason}")
-                break
-            self._collect(0.2)
-            for child in self._launcher.exits():
-                self._exited(child)
-            self._look_at_the_clock()
-            self._live.update(self.envs)
-        # The env workers have said goodbye by now, so the counters are final.
-        self._launcher.stop([env.name for env in self.envs])
-        self.status = self._broker.ask() or self.status
-        self._collect(0.0)
+        try:
+            while not all(env.ended() for env in self.envs):
+                if self._stop():
+                    self.problems.append(f"stopped by {self._stop.reason}")
+                    break
+                self._collect(0.2)
+                for child in self._launcher.exits():
+                    self._exited(child)
+                self._look_at_the_clock()
+                self._live.update(self.envs)
+        finally:
+            self.status = self._broker.ask() or {}
+            self._collect(0.0)
 
     def close(self) -> None:
         """End all processes and free what this one holds."""
         self._live.close()
-        self._launcher.close()
+        self._launcher.close(first=[env.name for env in self.envs])
         self._broker.close()
         self._collector.close()
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from zmqrl.runner.process import DEATH_PIPE
+from zmqrl.process import DEATH_PIPE
 
 _GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
+
+_HEAD_START = 1.5
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +31,8 @@ class Child:
     """Our end of its death pipe."""
     reader: threading.Thread = field(default_factory=threading.Thread)
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
-    reported: bool = False
+    ended: bool = False
+    """Its end was seen, and what was left of its process group was killed."""
 
     def cause(self) -> str:
         """How it ended, and its last word."""
@@ -58,7 +61,8 @@ class Launcher:
         Its standard input is empty: a simulator that asks a question gets an end of file.
         """
         if name in self.children:
-            self.stop([name])
+            self.kill(name)
+            _end(self.children[name])
             _discard(self.children[name])
         theirs, ours = os.pipe()
         os.set_inheritable(theirs, True)
@@ -86,13 +90,10 @@ class Launcher:
 
     def exits(self) -> list[Child]:
         """The children that have ended since the last call."""
-        ended = []
-        for child in self.children.values():
-            if not child.reported and child.process.poll() is not None:
-                child.reported = True
-                child.reader.join(1.0)  # its last words explain why
-                ended.append(child)
-        return ended
+        new = [c for c in self.children.values() if not c.ended and c.process.poll() is not None]
+        for child in new:
+            _end(child)
+        return new
 
     def running(self) -> list[Child]:
         """The children that have not ended."""
@@ -100,30 +101,30 @@ class Launcher:
 
     def kill(self, name: str) -> None:
         """End one child and its children at once."""
-        _signal_group(self.children[name].process, signal.SIGKILL)
+        child = self.children[name]
+        if not child.ended:
+            _signal_group(child, signal.SIGKILL)
 
-    def stop(self, names: Sequence[str] | None = None) -> None:
-        """End the children: SIGTERM, and SIGKILL to what is left after the grace.
+    def stop(self, first: Sequence[str] = ()) -> None:
+        """End all children: SIGTERM, and SIGKILL to what is left after the grace.
 
         Args:
-            names: Which; None for all.
+            first: Who is told first, and has a second and a half before the others are told: env workers
+                can then say goodbye to a broker that still listens.
         """
-        chosen = [self.children[name] for name in (self.children if names is None else names)]
-        for child in chosen:
-            if child.process.poll() is None:
-                child.process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + _GRACE
-        for child in chosen:
-            with suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.01, until - time.monotonic()))
-            # Also after a clean exit: its own children may be left in the group.
-            _signal_group(child.process, signal.SIGKILL)
-            child.process.wait()
-            child.reader.join(1.0)
+        begin = time.monotonic()
+        early = [self.children[name] for name in first]
+        _terminate(early)
+        _wait_for(early, begin + _HEAD_START)
+        others = [child for child in self.children.values() if child not in early]
+        _terminate(others)
+        _wait_for([*others, *early], begin + _GRACE)
+        for child in self.children.values():
+            _end(child)
 
-    def close(self) -> None:
-        """Stop all children and free what they held."""
-        self.stop()
+    def close(self, first: Sequence[str] = ()) -> None:
+        """Stop all children, as `stop` does, and free what they held."""
+        self.stop([name for name in first if name in self.children])
         for child in self.children.values():
             _discard(child)
         self.children.clear()
@@ -138,7 +139,9 @@ class Launcher:
         assert child.process.stdout is not None
         for line in child.process.stdout:
             child.last_lines.append(line.rstrip("\n"))
-            self._on_line(child.name, line.rstrip("\n"))
+            # Whatever becomes of the line, the pipe must be read: the child would block on a full one.
+            with suppress(Exception):
+                self._on_line(child.name, line.rstrip("\n"))
 
 
 def _discard(child: Child) -> None:
@@ -148,7 +151,28 @@ def _discard(child: Child) -> None:
         child.process.stdout.close()
 
 
-def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
+def _terminate(children: Sequence[Child]) -> None:
+    for child in children:
+        if child.process.poll() is None:
+            child.process.send_signal(signal.SIGTERM)
+
+
+def _wait_for(children: Sequence[Child], until: float) -> None:
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.01, until - time.monotonic()))
+
+
+def _end(child: Child) -> None:
+    """Kill what is left of a child and its own children, once: later its number may be another's."""
+    if not child.ended:
+        child.ended = True
+        _signal_group(child, signal.SIGKILL)
+        child.process.wait()
+        child.reader.join(1.0)  # its last words explain why
+
+
+def _signal_group(child: Child, number: signal.Signals) -> None:
     # The child leads a session of its own, so its pid names its group, which outlives it.
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        os.killpg(child.process.pid, number)

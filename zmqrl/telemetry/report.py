@@ -51,7 +51,6 @@ class EnvTotals:
     """From sending a request to having its reply; includes the next three."""
     queue_s: float = 0.0
     predict_s: float = 0.0
-    retries: int = 0
 
 
 @dataclass(slots=True)
@@ -85,9 +84,12 @@ class Report:
         try:
             tree["totals"] = EnvTotals(**tree["totals"])
             tree["episodes"] = [Episode(**episode) for episode in tree["episodes"]]
-            return cls(**tree)
+            report = cls(**tree)
         except (TypeError, KeyError) as error:
             raise DecodeError(f"not a report: {error}") from None
+        if not isinstance(report.rank, int) or not isinstance(report.name, str):
+            raise DecodeError("not a report: the name or the rank is of another type")
+        return report
 
 
 class Reporter:
@@ -104,10 +106,7 @@ class Reporter:
         self._sent = float("-inf")
         self._socket: zmq.Socket[bytes] | None = None
         if endpoint is not None:
-            sockets.check_endpoint(endpoint)
-            self._socket = zmq.Context.instance().socket(zmq.PUSH)
-            self._socket.setsockopt(zmq.LINGER, 2000)
-            self._socket.connect(endpoint)
+            self._socket = sockets.push(zmq.Context.instance(), endpoint)
 
     def add(self, episode: Episode) -> None:
         """Note a finished episode for the next report."""
@@ -131,7 +130,7 @@ class Reporter:
         report.episodes = []
 
     def close(self) -> None:
-        """Close the socket; what was sent is still delivered, for up to 2 s."""
+        """Close the socket; terminating the context then waits up to 2 s for what was sent."""
         if self._socket is not None:
             self._socket.close()
 
@@ -141,12 +140,13 @@ class Collector:
 
     Args:
         endpoint: Where to listen.
+
+    Raises:
+        EndpointError: The endpoint is malformed, in use, or cannot be bound.
     """
 
     def __init__(self, endpoint: str) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
+        self._socket = sockets.pull(zmq.Context.instance(), endpoint)
 
     def collect(self, timeout: float) -> list[Report]:
         """What has arrived.

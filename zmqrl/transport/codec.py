@@ -33,6 +33,11 @@ LARGE = 4096
 MAX_META_ITEMS = 1 << 20
 """The longest list or map in the meta of a message."""
 
+MAX_META = 8 << 20
+"""Bytes of the meta of a message: what is not in large arrays. A small message of empty maps unpacks to
+seventy times its size."""
+
+_MAX_PLAIN_DEPTH = 6
 _BFLOAT16 = "bfloat16"
 _NUMBERS = frozenset(
     ["|b1", "|i1", "|u1"]
@@ -74,6 +79,11 @@ def encode(tree: Any, copy: bool = True) -> Encoded:
     encoder = _Encoder(copy)
     node = encoder.node(tree, "", 0)
     meta = msgpack.packb(node, use_bin_type=True)
+    if len(meta) > MAX_META:
+        raise EncodeError(
+            f"the tree without large arrays has {len(meta) / 2**20:.1f} MiB; "
+            f"{MAX_META >> 20} MiB can be sent"
+        )
     shape = "".join(encoder.shape)
     signature = _cached_hash(shape) if len(shape) <= _MAX_CACHED else _hash(shape)
     return Encoded(meta, encoder.buffers, signature)
@@ -91,7 +101,7 @@ def decode(meta: Any, buffers: Sequence[Any] = ()) -> Any:
         DecodeError: The bytes are not a valid tree; no array has been built from the wrong part.
     """
     decoder = _Decoder(buffers)
-    tree = decoder.node(_unpack(meta), 0)
+    tree = decoder.node(_unpack(meta, MAX_META), 0)
     if decoder.used != len(buffers):
         raise DecodeError(f"{len(buffers)} buffers came, {decoder.used} are used")
     return tree
@@ -104,16 +114,32 @@ def encode_meta(fields: Dict[str, Any]) -> bytes:
     return packed
 
 
-def decode_meta(meta: Any) -> Dict[str, Any]:
+def decode_meta(meta: Any, limit: int = 1 << 20) -> Dict[str, Any]:
     """Read what `encode_meta` made.
 
+    Args:
+        meta: The bytes after the header.
+        limit: The most bytes.
+
     Raises:
-        DecodeError: It is not a msgpack map with str keys.
+        DecodeError: It is not a msgpack map with str keys, or large, or deeply nested.
     """
-    fields = _unpack(meta)
+    fields = _unpack(meta, limit)
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
         raise DecodeError("expected a map with str keys")
+    _check_depth(fields, 0)
     return fields
+
+
+def _check_depth(node: Any, depth: int) -> None:
+    if depth > _MAX_PLAIN_DEPTH:
+        raise DecodeError(f"the fields are nested deeper than {_MAX_PLAIN_DEPTH}")
+    if isinstance(node, dict):
+        node = node.values()
+    elif not isinstance(node, list):
+        return
+    for child in node:
+        _check_depth(child, depth + 1)
 
 
 def _hash(shape: str) -> int:
@@ -325,7 +351,9 @@ class _Decoder:
         return np.frombuffer(data, dtype)[0].astype(dtype.newbyteorder("="))
 
 
-def _unpack(meta: Any) -> Any:
+def _unpack(meta: Any, limit: int) -> Any:
+    if len(meta) > limit:
+        raise DecodeError(f"{len(meta)} bytes of meta; {limit} is the most")
     try:
         return msgpack.unpackb(
             meta,
@@ -350,7 +378,8 @@ def _dtype(node: Dict[Any, Any]) -> Tuple[np.dtype, bool]:
     # The length first: a cache must not keep what strangers send.
     allowed = isinstance(name, str) and len(name) < 32 and _is_allowed(name)
     if not allowed or node.get(b"kind", b"") != b"":
-        raise DecodeError(f"the dtype {str(name)[:40]!r} is not allowed")
+        shown = repr(name[:40]) if isinstance(name, str) else f"a {type(name).__name__}"
+        raise DecodeError(f"the dtype {shown} is not allowed")
     return np.dtype(name), False
 
 

@@ -36,6 +36,7 @@ class Op(IntEnum):
     KNOWN = 18  # client: do you still have this request? broker: yes; meta: its state
     CANCEL = 19  # the client no longer wants the reply
     STATUS = 20  # anyone: how are you? broker: meta with counters and peers
+    REST = 21  # the pipeline stage in the header asks no more for now; no barrier waits for it
 
     # Worker leg
     READY = 32  # the worker is idle; `number` is the last batch that it received
@@ -106,6 +107,13 @@ def request_id_of(first: bytes) -> int:
     return int(_PREFIX.unpack_from(first)[4])
 
 
+def op_of(first: bytes) -> int:
+    """The op of a message of any version; 0 if it is none."""
+    if len(first) < _PREFIX.size or first[:4] != MAGIC:
+        return 0
+    return first[5]
+
+
 _TABLE = struct.Struct("<QQII")
 _ENTRY = struct.Struct("<QIHBBI")
 
@@ -155,6 +163,19 @@ class Table(NamedTuple):
             )
             parts.append(entry.origin)
         return b"".join(parts)
+
+
+def unpack_table_head(first: bytes) -> Tuple[int, int, int]:
+    """Epoch, number and count of entries of a table, without reading the entries.
+
+    Raises:
+        DecodeError: The table is cut short.
+    """
+    try:
+        epoch, number, count, _ = _TABLE.unpack_from(first, HEADER_SIZE)
+    except struct.error:
+        raise DecodeError("the table of a batch is cut short") from None
+    return epoch, number, count
 
 
 def unpack_table(first: bytes) -> Table:

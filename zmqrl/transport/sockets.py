@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import socket as _socket
 import tempfile
 from typing import IO, Any, Optional
 
@@ -18,24 +17,31 @@ NOBLOCK = int(zmq.NOBLOCK)
 SNDMORE = int(zmq.SNDMORE)
 NOBLOCK_SNDMORE = NOBLOCK | SNDMORE
 
-_MEBIBYTE = 1 << 20
+MAX_MESSAGE_MB = 256
+"""Mebibytes that a frame may have, unless configured otherwise."""
+
+HEARTBEAT_S = 5.0
+"""Seconds of silence of a peer's I/O thread after which it counts as gone, likewise."""
+
 _IPC_LIMIT = 107  # sun_path has 108 bytes, the last one NUL
 
 
 def dealer(
-    context: zmq.Context[Any], endpoint: str, max_message_mb: int = 256, heartbeat_s: float = 5.0
+    context: zmq.Context[Any], endpoint: str, heartbeat_s: float = HEARTBEAT_S
 ) -> zmq.Socket[bytes]:
     """A connected DEALER with an identity of its own.
+
+    It has no MAXMSGSIZE: a connecting socket that receives a larger frame is deaf from then on, and the
+    broker, which this process chose to connect to, keeps to its bounds.
 
     Raises:
         EndpointError: The endpoint is malformed.
     """
-    check_endpoint(endpoint)
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     # Random and new for each socket: a ROUTER gives two sockets of one identity to one of them only.
     # It must not begin with a zero byte, which marks the identities that libzmq makes up.
     socket.setsockopt(zmq.IDENTITY, b"z" + os.urandom(12))
-    _common(socket, max_message_mb, heartbeat_s)
+    _common(socket, heartbeat_s)
     # Without a bound of its own a DEALER whose broker is away would queue and later replay old requests.
     socket.setsockopt(zmq.SNDHWM, 1000)
     # Above the unread probes of a long computation: a full pipe stops the heartbeats as well.
@@ -43,50 +49,104 @@ def dealer(
     # Refused at first because the broker starts later: try often, but not in lock step for ever.
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(0)
-        raise EndpointError(f"cannot connect to {endpoint}: {error.strerror}") from None
+    _connect(socket, endpoint)
     return socket
 
 
 def router(
-    context: zmq.Context[Any], endpoint: str, max_message_mb: int = 256, heartbeat_s: float = 5.0
+    context: zmq.Context[Any],
+    endpoint: str,
+    max_unread: int = 1000,
+    max_message_mb: int = MAX_MESSAGE_MB,
+    heartbeat_s: float = HEARTBEAT_S,
 ) -> zmq.Socket[bytes]:
     """A bound ROUTER.
+
+    Args:
+        context: Whose I/O thread serves it.
+        endpoint: Where to bind.
+        max_unread: Messages that wait for a peer which does not read; further ones are refused.
+        max_message_mb: Mebibytes; a peer that sends a larger frame is cut.
+        heartbeat_s: Seconds of silence of a peer's I/O thread after which it is gone.
 
     Raises:
         EndpointError: The endpoint is malformed, taken, or cannot be bound here.
     """
-    check_endpoint(endpoint)
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    _common(socket, max_message_mb, heartbeat_s)
+    _common(socket, heartbeat_s)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_mb << 20)
     # A peer that is gone is an error that the broker can count, not a message lost in silence.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A peer that reconnects after a cut takes over its own half-dead connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    # The broker bounds its queues itself; libzmq's bounds only need to be out of the way.
-    socket.setsockopt(zmq.SNDHWM, 10_000)
+    socket.setsockopt(zmq.SNDHWM, max_unread)
+    # The broker always reads, and bounds its queues itself.
     socket.setsockopt(zmq.RCVHWM, 10_000)
     socket.setsockopt(zmq.BACKLOG, 4096)
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(0)
-        raise EndpointError(f"cannot bind {endpoint}: {error.strerror}") from None
+    _bind(socket, endpoint)
     return socket
 
 
-def _common(socket: zmq.Socket[bytes], max_message_mb: int, heartbeat_s: float) -> None:
+def push(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
+    """A connected PUSH, for reports.
+
+    Raises:
+        EndpointError: The endpoint is malformed.
+    """
+    socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    # The last report says how the env worker ended; it is worth a wait when the context is terminated.
+    socket.setsockopt(zmq.LINGER, 2000)
+    _connect(socket, endpoint)
+    return socket
+
+
+def pull(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
+    """A bound PULL, for reports.
+
+    Raises:
+        EndpointError: The endpoint is malformed, taken, or cannot be bound here.
+    """
+    socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+    _bind(socket, endpoint)
+    return socket
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    try:
+        check_endpoint(endpoint)
+        if re.search(r":(0|\*)$", endpoint):
+            raise EndpointError(f"cannot connect to {endpoint}: give the port that the broker got")
+        socket.connect(endpoint)
+    except EndpointError:
+        socket.close(0)
+        raise
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise EndpointError(f"cannot connect to {endpoint}: {error.strerror}") from None
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    try:
+        check_endpoint(endpoint)
+        socket.bind(endpoint)
+    except EndpointError:
+        socket.close(0)
+        raise
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise EndpointError(f"cannot bind {endpoint}: {error.strerror}") from None
+
+
+def _common(socket: zmq.Socket[bytes], heartbeat_s: float) -> None:
     # Long enough for a goodbye, too short to keep a process from ending.
     socket.setsockopt(zmq.LINGER, 200)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_mb * _MEBIBYTE)
     # Heartbeats run in libzmq's I/O thread: a policy that holds the GIL does not look dead.
     timeout_ms = int(heartbeat_s * 1000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, timeout_ms // 5))
+    # No HEARTBEAT_TTL: it would tell the peer to use our time limit in place of its own.
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
     # A peer that connects and then says nothing must not hold a place for ever.
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
     socket.setsockopt(zmq.IPV6, 1)
@@ -178,8 +238,3 @@ def lock_endpoint(endpoint: str) -> Optional[IO[str]]:
         lock.close()
         raise EndpointError(f"cannot bind {endpoint}: it is in use by a running broker") from None
     return lock
-
-
-def host_name() -> str:
-    """This machine's name, for logs and status."""
-    return _socket.gethostname()

@@ -10,6 +10,9 @@ import sys
 import time
 from types import FrameType
 
+_PATIENCE_S = 8
+"""Seconds that a process has to end after the first signal."""
+
 DEATH_PIPE = "ZMQRL_DEATH_PIPE"
 """Environment variable with the file descriptor that `tie_to_launcher` watches."""
 
@@ -47,6 +50,8 @@ class StopSignal:
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
+        # What cannot be interrupted, such as a policy that loads, is ended by the kernel.
+        signal.alarm(_PATIENCE_S)
 
 
 def tie_to_launcher() -> None:
