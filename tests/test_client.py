@@ -56,8 +56,9 @@ def test_the_reply_tells_the_policy_version_and_where_the_time_went(pool: Pool) 
 
 
 def test_eval_rows_are_deterministic_and_train_rows_are_sampled_in_one_batch(pool: Pool) -> None:
-    first, second, busy = pool.start(seconds=0.1).client(), pool.client(), pool.client()
+    first, second, busy = pool.start(seconds=0.5).client(), pool.client(), pool.client()
     blocker = busy.submit(x(0))  # while it is computed, the two others gather in the queue
+    wait_for(lambda: pool.status()["workers"][0]["state"] == "busy", "the worker to compute")
     train, evaluation = first.submit(x(1, rows=3), "train"), second.submit(x(2, rows=2), "eval")
     blocker.result()
     assert train.result()["eval"].tolist() == [False] * 3

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zmqrl.errors import ConfigError, EndpointError, ZmqrlError
-from zmqrl.process import log_to_stderr, tie_to_launcher
+from zmqrl.process import StopSignal, log_to_stderr, tie_to_launcher
 
 log = logging.getLogger("zmqrl")
 
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
     rollout = add("start-rollout-worker", _start_rollout_worker, "Run a policy for the pool.")
     rollout.add_argument("--policy", metavar="MODULE:FACTORY", help="or file.py:factory")
-    rollout.add_argument("--rank", type=int, help="its number, from 0; normal mode needs it")
+    rollout.add_argument("--rank", type=int, help="its number, from 0; normal mode binds envs by it")
     rollout.add_argument("--name", help="its name in status and messages")
 
     env = add("start-env-worker", _start_env_worker, "Step simulators with actions from the pool.")
@@ -89,7 +89,6 @@ def _start_broker(options: argparse.Namespace) -> int:
     from zmqrl.broker.pool import Options
     from zmqrl.broker.scheduling import Limits
     from zmqrl.broker.server import BrokerServer
-    from zmqrl.process import StopSignal
     from zmqrl.transport import sockets
 
     loaded = config.load(options.config, options.overrides)
@@ -123,13 +122,12 @@ def _start_broker(options: argparse.Namespace) -> int:
         if sockets.is_exposed(endpoint):
             log.warning("%s can be reached from other machines, by anyone, unencrypted", endpoint)
     server.run(stop)
-    log.info("stopped by %s", stop.reason)
+    _say_interrupted(stop)
     return 0
 
 
 def _start_rollout_worker(options: argparse.Namespace) -> int:
     from zmqrl import config
-    from zmqrl.process import StopSignal
     from zmqrl.rollout.policy import load_policy
     from zmqrl.rollout.worker import RolloutWorker
     from zmqrl.transport import sockets
@@ -156,9 +154,10 @@ def _start_rollout_worker(options: argparse.Namespace) -> int:
         heartbeat_s=loaded.broker.heartbeat_timeout_s,
     )
     device = getattr(policy, "device", None)
-    where = f" on {device}" if device is not None else ""
-    log.info("%s is loaded%s%s", rollout.policy, where, threads)
+    where = f" on {device}{threads}" if device is not None else ""
+    log.info("%s is loaded%s", rollout.policy, where)
     worker.run(stop)
+    _say_interrupted(stop)
     return 0
 
 
@@ -168,8 +167,8 @@ def _start_env_worker(options: argparse.Namespace) -> int:
 
     from zmqrl import config
     from zmqrl.env.worker import EnvWorker
-    from zmqrl.process import StopSignal
     from zmqrl.telemetry.metrics import EnvView, episode_metrics, pool_metrics
+    from zmqrl.telemetry.table import results
 
     loaded = config.load(options.config, options.overrides)
     if loaded.env.id is None and loaded.env.factory is None:
@@ -182,12 +181,13 @@ def _start_env_worker(options: argparse.Namespace) -> int:
     finally:
         zmq.Context.instance().term()  # waits until the last report and the goodbye are out
     if loaded.runner.report is None:
+        group = "eval" if options.mode == "eval" else "env"
         view = EnvView(worker.name, 0, worker.report, worker.reporter.episodes)
-        metrics = {**episode_metrics([view]), **pool_metrics([view], {}, 1)}
-        shown = ("eval/", "env_steps", "env/", "time/")
-        Console().print({key: value for key, value in metrics.items() if key.startswith(shown)})
+        metrics = {**episode_metrics([view], group), **pool_metrics([view], {}, 1)}
+        own = {key: value for key, value in metrics.items() if not key.startswith(("broker", "rollout"))}
+        Console().print(results(own, group))
     if not finished:
-        log.info("stopped by %s", stop.reason)
+        _say_interrupted(stop)
     return 0
 
 
@@ -195,7 +195,6 @@ def _evaluate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from zmqrl import config
-    from zmqrl.process import StopSignal
     from zmqrl.runner.evaluate import evaluate
 
     loaded = config.load(options.config, options.overrides)
@@ -205,6 +204,12 @@ def _evaluate(options: argparse.Namespace) -> int:
         raise ConfigError(f"--json {options.json} is a folder; name a file")
     evaluate(loaded, Console(), StopSignal().install(), options.json)
     return 0
+
+
+def _say_interrupted(stop: StopSignal) -> None:
+    """Say so after Ctrl-C; SIGTERM is how a launcher ends a run that is over."""
+    if stop.reason == "SIGINT":
+        log.info("stopped by Ctrl-C")
 
 
 def _check_rank(rank: int | None, count: int, component: str) -> None:

@@ -60,7 +60,8 @@ class Pending:
         self._buffers = buffers
         self._deadline = 0.0
         self._look_at = 0.0  # when to do something about it if there is no reply
-        self._retry: Optional[Type[ClientError]] = None  # why it must be sent again
+        self._retry = False  # whether it is to be sent again then
+        self._kind: Type[ClientError] = PolicyTimeout  # what it ends in when time is up
         self._state = ""  # what the broker last said of it
         self._outcome: Any = None
         self._error: Optional[ClientError] = None
@@ -242,6 +243,8 @@ class PolicyClient:
         chosen = self.mode if mode is None else _checked_mode(mode)
         seconds = self.timeout if timeout is None else _checked_timeout(timeout)
         rows = rows_of(observation)
+        if rows == 0:
+            raise EncodeError("the observation has no rows: there is nothing to act on")
         encoded = encode(observation, copy)
         size = len(encoded.meta) + sum(len(b) for b in encoded.buffers)
         if size > (self._max_message_mb << 20) - HEADER_SIZE:
@@ -334,6 +337,7 @@ class PolicyClient:
     def _hello(self) -> None:
         self._said_hello = time.monotonic()
         fields: Dict[str, Any] = {
+            "role": "client",
             "name": self.name,
             "incarnation": self._incarnation,
             "host": socket.gethostname(),
@@ -352,7 +356,7 @@ class PolicyClient:
         header = pending._header._replace(budget_ms=budget_ms)
         pending._header = header._replace(attempt=min(header.attempt + 1, 255))
         pending._look_at = min(now + _ASK_AFTER, pending._deadline)
-        pending._retry = None
+        pending._retry = False
         self._send_frames([header.pack() + pending._meta, *pending._buffers])
 
     def _send_frames(self, frames: List[Any]) -> None:
@@ -397,7 +401,7 @@ class PolicyClient:
         if now >= pending._deadline:
             self._send_frames([Header(Op.CANCEL, request_id=pending._header.request_id).pack()])
             self._end(pending, error=self._timeout_of(pending))
-        elif pending._retry is not None:
+        elif pending._retry:
             self._send(pending)
         elif self._asked is not None and now >= self._asked + _REBUILD_AFTER:
             # Not even KNOWN is answered: the connection may be half dead, so make a new one.
@@ -413,9 +417,9 @@ class PolicyClient:
             pending._look_at = min(now + _ASK_AFTER, pending._deadline)
             self._send_frames([Header(Op.KNOWN, request_id=pending._header.request_id).pack()])
 
-    def _try_again(self, pending: Pending, now: float, seconds: float, why: Type[ClientError]) -> None:
-        """Send a request once more after so many seconds; `why` is what it ends in if time is up."""
-        pending._retry = why
+    def _try_again(self, pending: Pending, now: float, seconds: float) -> None:
+        """Send a request once more after so many seconds."""
+        pending._retry = True
         pending._look_at = min(now + seconds, pending._deadline)
 
     def _timeout_of(self, pending: Pending) -> ClientError:
@@ -424,9 +428,8 @@ class PolicyClient:
                 f"no broker answered at {self.endpoint} within the timeout; "
                 "is one running there (bin/start-broker)?"
             )
-        kind = pending._retry or PolicyTimeout
         state = pending._state or "the broker said nothing about the request"
-        return kind(f"no reply from {self.endpoint} within the timeout: {state}")
+        return pending._kind(f"no reply from {self.endpoint} within the timeout: {state}")
 
     def _end(self, pending: Pending, outcome: Any = None, error: Optional[ClientError] = None) -> None:
         del self._pending[pending._header.request_id]
@@ -470,7 +473,7 @@ class PolicyClient:
                 if pending is not None:
                     self._send(pending)
             elif pending is not None:
-                self._try_again(pending, now, _RETRY_AFTER, PolicyTimeout)
+                self._try_again(pending, now, _RETRY_AFTER)
         elif header.op == Op.ERROR:
             self._error(pending, header.request_id, decode_meta(first[HEADER_SIZE:]), now)
         elif pending is None:
@@ -484,6 +487,7 @@ class PolicyClient:
             except DecodeError as error:
                 self._end(pending, error=PolicyError(f"the reply cannot be read: {error}"))
         elif header.op == Op.KNOWN:
+            pending._kind = PolicyTimeout
             pending._state = str(decode_meta(first[HEADER_SIZE:]).get("state", ""))
 
     def _error(
@@ -500,9 +504,9 @@ class PolicyClient:
             # A broker that stops may be started again, and one that is full gets emptier.
             retry_after = fields.get("retry_after_ms")
             wait_ms = retry_after if isinstance(retry_after, int) else 1000 * _RETRY_AFTER
-            kind = Overloaded if code == "overloaded" else BrokerStopping
+            pending._kind = Overloaded if code == "overloaded" else BrokerStopping
             pending._state = message
-            self._try_again(pending, now, min(max(wait_ms / 1000, 0.001), 10.0), kind)
+            self._try_again(pending, now, min(max(wait_ms / 1000, 0.001), 10.0))
         else:
             self._end(pending, error=self._error_of(code, message))
 

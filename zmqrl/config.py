@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from zmqrl.errors import ConfigError, EndpointError
 from zmqrl.transport import sockets
@@ -45,6 +54,15 @@ class StallConfig(Section):
     seconds: Seconds
 
 
+_DELAY_KEYS: dict[str, set[str]] = {
+    "constant": {"delay"},
+    "uniform": {"low", "high"},
+    "exponential": {"mean"},
+    "gaussian": {"mean", "std"},
+    "tail": {"base", "probability", "extra"},
+}
+
+
 class DelayConfig(Section):
     """Seconds added to each step and reset of an env worker, to emulate an uneven simulator.
 
@@ -68,21 +86,21 @@ class DelayConfig(Section):
     per_worker: dict[int, float] = Field(default_factory=dict, description="rank: factor")
     stall: StallConfig | None = None
 
+    @model_serializer(mode="wrap")
+    def _without_the_keys_of_other_types(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        others = set().union(*_DELAY_KEYS.values()) - _DELAY_KEYS[self.type]
+        return {key: value for key, value in handler(self).items() if key not in others}
+
     @model_validator(mode="after")
     def _only_the_keys_of_its_type(self) -> DelayConfig:
-        own = {
-            "constant": {"delay"},
-            "uniform": {"low", "high"},
-            "exponential": {"mean"},
-            "gaussian": {"mean", "std"},
-            "tail": {"base", "probability", "extra"},
-        }[self.type]
-        parameters = {"delay", "low", "high", "mean", "std", "base", "probability", "extra"}
-        foreign = sorted((self.model_fields_set & parameters) - own)
+        own = _DELAY_KEYS[self.type]
+        foreign = sorted((self.model_fields_set & set().union(*_DELAY_KEYS.values())) - own)
         if foreign:
             raise ValueError(
                 f"type {self.type!r} takes {', '.join(sorted(own))}; it has no {foreign[0]!r}"
             )
+        if "type" in self.model_fields_set and not self.model_fields_set & own:
+            raise ValueError(f"type {self.type!r} needs {', '.join(sorted(own))}")
         if self.type == "uniform" and self.high < self.low:
             raise ValueError(f"high ({self.high:g}) is below low ({self.low:g})")
         negative = [rank for rank, factor in self.per_worker.items() if rank < 0 or factor < 0]
@@ -208,11 +226,12 @@ class PlacementConfig(Section):
     def _is_range(cls, value: object) -> object:
         text = str(value).strip()
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+        words = "expected a range of ranks from 0: 0-2 means three workers, 0 means one"
         if isinstance(value, bool) or match is None:
-            raise ValueError("expected a rank range such as 0-3, or 0 for one worker")
+            raise ValueError(words)
         first, last = int(match[1]), int(match[2] or match[1])
         if first != 0 or last > 9_999:
-            raise ValueError("ranks count from 0, up to 9999")
+            raise ValueError(words)
         return text
 
     def count(self, component: Literal["env", "rollout"]) -> int:
@@ -244,6 +263,23 @@ class Config(Section):
                 raise ValueError(
                     f"env.{mode}.total_num_envs is {total}, but {workers} env workers with "
                     f"{stages} pipeline stages need at least {workers * stages}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _delayed_workers_exist(self) -> Config:
+        for where, delays in (
+            ("env", self.env.delay_sampler),
+            ("env.train", self.env.train.delay_sampler),
+            ("env.eval", self.env.eval.delay_sampler),
+        ):
+            named = [] if delays is None else list(delays.per_worker)
+            if delays is not None and delays.stall is not None:
+                named.append(delays.stall.rank)
+            if named and max(named) >= self.env_workers:
+                raise ValueError(
+                    f"{where}.delay_sampler names env worker {max(named)}, but there are only "
+                    f"{self.env_workers} (cluster.component_placement.env)"
                 )
         return self
 
@@ -302,8 +338,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write `config` as YAML that `load` reads back to an equal configuration."""
-    tree = config.model_dump(mode="json", exclude_unset=True)
+    """Write `config`, defaults included, as YAML that `load` reads back to an equal configuration."""
+    tree = config.model_dump(mode="json")
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
 
 
@@ -375,6 +411,8 @@ def _explain_one(detail: dict[str, Any]) -> str:
         hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key '{path}' {where}; {hint}"
     message = str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "model_type":
+        message = "expected a section with keys"
     if not path:
         return message
     value = detail["input"]

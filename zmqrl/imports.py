@@ -55,7 +55,7 @@ def _import_module(name: str) -> ModuleType:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"there is no module {name!r} ({error}); is it installed, or in {Path.cwd()}?"
-            ) from error
+            ) from None
         raise _raised(name, error) from error
     except (Exception, SystemExit) as error:
         raise _raised(name, error) from error

@@ -160,7 +160,7 @@ def test_after_max_attempts_the_client_gets_an_error_that_names_the_workers():
         getattr(worker, way)() if way else pool.wait(2.25)
     (error,) = client.inbox
     assert (error.code, error.request_id) == ("attempts", 4)
-    for words in ("alice was lost", "bob left", "carol held it for 2 s"):
+    for words in ("alice was lost", "bob left", "carol held it for 2 s (rollout.attempt_timeout_s)"):
         assert words in error.fields["message"]
     assert pool.counters["requeued"] == 2
     assert pool.holds_nothing()

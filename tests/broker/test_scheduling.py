@@ -208,7 +208,7 @@ def test_a_batch_holds_no_more_bytes_than_one_frame_may_have():
     pool = Pool(queue_size=10, max_joined=3000)
     client, worker = pool.client("a"), pool.worker("w")
     for _ in range(3):
-        client.ask(size=1200)
+        client.ask(size=300)
     pool.turn()
     assert worker.who == [["a1", "a2"]]
     worker.answer()

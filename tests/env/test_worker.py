@@ -10,7 +10,7 @@ from conftest import TESTS, Pool, wait_for
 
 from zmqrl import config
 from zmqrl.env.worker import EnvWorker
-from zmqrl.errors import EnvironmentFailure, PolicyTimeout, RunFailed
+from zmqrl.errors import EnvironmentFailure, PolicyError, PolicyTimeout
 from zmqrl.process import StopSignal
 
 SIM = f"env.factory={TESTS / 'sims.py'}:make"
@@ -109,7 +109,7 @@ def test_a_reply_without_actions_is_an_error_that_names_what_it_has(pool: Pool, 
         "rollout-0", ["start-rollout-worker", *pool.overrides, f"--policy={folder}/odd.py:make"]
     )
     worker = env_worker(pool, SIM)
-    with pytest.raises(RunFailed, match="no 'actions'; it has action"):
+    with pytest.raises(PolicyError, match="no 'actions'; its dict has 'action'"):
         worker.run()
 
 

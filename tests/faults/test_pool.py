@@ -172,7 +172,7 @@ def test_a_request_that_kills_its_workers_ends_in_an_error_with_its_history(pool
     poison = pool.client().submit({"x": np.zeros((1, 3)), "command": ["die"]})
     for generation in range(2, 5):
         pool.start_worker(generation, world_size=9)
-    with pytest.raises(AttemptsExhausted, match=r"3 rollout workers.*was lost.*was lost.*was lost"):
+    with pytest.raises(AttemptsExhausted, match=r"3 attempts.*was lost.*was lost.*was lost"):
         poison.result()
     for value, mate in enumerate(mates, start=1):
         assert mate.result()["actions"][0, 0] == value

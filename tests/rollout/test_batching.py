@@ -172,7 +172,7 @@ def test_a_bare_array_stands_under_actions():
         ({"actions": {"arm": "up"}}, r"a str under 'actions\.arm'"),
         ({"layers": [np.zeros(3), object()]}, r"an? object under 'layers\[1\]'"),
         ({"actions": np.float32(1)}, "a float32 under 'actions'"),
-        ({}, "an empty dict"),
+        ({}, "no 'actions'; its dict has nothing"),
         (None, "a NoneType; it must return an array of actions, or a dict"),
         (1.5, "a float; it must"),
         ("actions", "a str; it must"),

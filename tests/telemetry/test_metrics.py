@@ -109,7 +109,7 @@ def test_the_tables_name_lost_workers_missing_episodes_and_the_limit() -> None:
     screen = io.StringIO()
     metrics = {**episode_metrics(envs), **pool_metrics(envs, status, 2)}
     Console(file=screen, width=120).print(summary(metrics, envs, status))
-    for words in ("rollout-0 (lost)", "eval-1 (missing 4)", "Limited by env", "100.0%", "2.00"):
+    for words in ("rollout-0 (lost)", "eval-1 (lost)", "0 of 4", "Limited by env", "100.0%", "2.00"):
         assert words in screen.getvalue()
 
 

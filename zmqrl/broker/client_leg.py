@@ -69,7 +69,7 @@ class ClientLeg:
 
     def _hello(self, peer: bytes, known: Client | None, fields: dict[str, Any]) -> None:
         pool = self._pool
-        hello = Introduction.of(fields)
+        hello = Introduction.of(fields, "client")
         if known is None:
             if not self._takes_the_name(peer, hello):
                 return

@@ -91,7 +91,7 @@ class Broker:
         limit = pool.options.attempt_timeout
         for worker in list(pool.peers.workers.values()):
             if worker.batch is not None and pool.now >= worker.batch.sent + limit:
-                self._workers.quarantine(worker, f"held it for {limit:g} s,")
+                self._workers.quarantine(worker, f"held it for {limit:g} s (rollout.attempt_timeout_s),")
         self._probe()
 
     def timeout(self) -> float:
@@ -163,6 +163,11 @@ class Broker:
         outbox = pool.to_clients, pool.to_workers
         pool.to_clients, pool.to_workers = [], []
         return outbox
+
+    def take_notes(self) -> list[str]:
+        """What has happened to rollout workers, in words."""
+        notes, self._pool.notes = self._pool.notes, []
+        return notes
 
     def client_unreachable(self, peer: bytes) -> None:
         """The frontend could not deliver: the client is gone."""

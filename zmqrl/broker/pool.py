@@ -52,6 +52,8 @@ class Pool:
         """By worker name; outlives the worker."""
         self.to_clients: list[tuple[bytes, list[Any]]] = []
         self.to_workers: list[tuple[bytes, list[Any]]] = []
+        self.notes: list[str] = []
+        """What a person who watches the broker wants to read."""
         schedule = SharedQueue if options.decoupled else FixedRanks
         self.schedule: Schedule = schedule(self.peers, options.limits)
         self._next_slot = 1

@@ -121,12 +121,20 @@ class Introduction:
     eval: bool
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> Introduction:
+    def of(cls, fields: dict[str, Any], role: str) -> Introduction:
         """Check what a peer says of itself.
+
+        Args:
+            fields: Of the HELLO message.
+            role: Who connects to this socket: `client` or `worker`.
 
         Raises:
             DecodeError: Naming the field that is wrong.
         """
+        said = fields.get("role", role)
+        if said != role:
+            right = "broker.frontend" if said == "client" else "broker.backend"
+            raise DecodeError(f"HELLO: this socket is for {role}s; a {said} connects to {right}")
         name, host = fields.get("name"), fields.get("host", "")
         if not isinstance(name, str) or not 0 < len(name) <= 200:
             raise DecodeError("HELLO: name must be a str of 1 to 200 characters")

@@ -86,6 +86,8 @@ class BrokerServer:
                 core.dispatch()
                 while self._send():
                     core.dispatch()  # what a lost peer held, or held up, need not wait
+                for note in core.take_notes():
+                    log.info("%s", note)
             core.stop()
             self._send()
         finally:

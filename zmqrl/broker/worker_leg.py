@@ -66,6 +66,7 @@ class WorkerLeg:
 
     def forget(self, worker: Worker, why: str | None) -> None:
         """A worker has left or was lost: what it holds runs elsewhere; `why` as in `take_back`."""
+        self._pool.notes.append(f"{worker.name} {why or 'left'}")
         self.take_back(worker, why)
         self._pool.idle.pop(worker.peer, None)
         del self._pool.peers.workers[worker.peer]
@@ -75,6 +76,7 @@ class WorkerLeg:
         """A worker holds its batch for too long: it gets no more until it says that it is idle."""
         worker.quarantined = True
         self._pool.peers.changes += 1
+        self._pool.notes.append(f"{worker.name} is stuck in a batch; others take over its requests")
         self.take_back(worker, why)
 
     def take_back(self, worker: Worker, why: str | None) -> None:
@@ -111,13 +113,13 @@ class WorkerLeg:
             pool.counters.requeued += 1
             return True
         history = "; ".join(request.history)
-        text = f"{len(request.history)} rollout workers were lost with it: {history}"
+        text = f"given up after {len(request.history)} attempts (rollout.max_attempts): {history}"
         pool.fail(request, words.error("attempts", text, request.request_id))
         return False
 
     def _hello(self, peer: bytes, known: Worker | None, fields: dict[str, Any]) -> None:
         pool = self._pool
-        hello = Introduction.of(fields)
+        hello = Introduction.of(fields, "worker")
         if known is not None:
             self.take_back(known, "registered again")
         else:
@@ -134,7 +136,12 @@ class WorkerLeg:
                 totals=pool.totals.setdefault(hello.name, WorkerTotals()),
             )
             pool.peers.changes += 1
-        pool.to_workers.append((peer, words.plain(Op.WELCOME, {"epoch": pool.epoch})))
+            pool.notes.append(f"{hello.name} joined (host {hello.host or '?'}, pid {hello.pid})")
+        welcome: dict[str, Any] = {"epoch": pool.epoch}
+        for other in pool.peers.workers.values():
+            if other.peer != peer and hello.rank is not None and other.rank == hello.rank:
+                welcome["warning"] = f"rank {hello.rank} is also that of {other.name} (pid {other.pid})"
+        pool.to_workers.append((peer, words.plain(Op.WELCOME, welcome)))
 
     def _forget_old_totals(self, name: str) -> None:
         totals = self._pool.totals
@@ -205,6 +212,7 @@ class WorkerLeg:
         if worker.quarantined:
             worker.quarantined = False
             pool.peers.changes += 1
+            pool.notes.append(f"{worker.name} is back")
         worker.unaware_since = None
         if worker.peer not in pool.idle:
             worker.changed = pool.now

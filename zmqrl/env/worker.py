@@ -12,7 +12,6 @@ from zmqrl.client import Pending, PolicyClient
 from zmqrl.config import Config, Mode
 from zmqrl.env.adapters import ShardEnv, Step, make_shard
 from zmqrl.env.delays import DelaySampler
-from zmqrl.errors import RunFailed
 from zmqrl.process import StopSignal
 from zmqrl.telemetry.report import Episode, Report, Reporter
 from zmqrl.transport import sockets
@@ -124,7 +123,6 @@ class EnvWorker:
         Raises:
             EnvironmentFailure: A simulator failed.
             ClientError: The pool gave no actions, with the reason.
-            RunFailed: The policy's reply has no actions.
         """
         try:
             active = list(self._stages)
@@ -135,6 +133,7 @@ class EnvWorker:
                 self.report.totals.resets += 1
                 self.report.totals.reset_s += time.perf_counter() - begin
                 self._ask(stage, observation)
+            self._tell(now=True)
             while active and not self._stop():
                 for stage in list(active):
                     self._advance(stage)
@@ -158,12 +157,15 @@ class EnvWorker:
             self._tell()
             if self._stop():
                 return
-        actions = self._actions(pending)
+        actions = pending.result()["actions"]
         totals = self.report.totals
-        totals.requests += 1
-        totals.wait_s += time.perf_counter() - stage.sent
-        totals.queue_s += pending.queue_seconds or 0.0
-        totals.predict_s += pending.predict_seconds or 0.0
+        if self.report.began is None:
+            self.report.began = time.monotonic()
+        if stage.sent >= self.report.began:
+            totals.requests += 1
+            totals.wait_s += time.monotonic() - stage.sent
+            totals.queue_s += pending.queue_seconds or 0.0
+            totals.predict_s += pending.predict_seconds or 0.0
         self._delay()
         step = stage.shard.step(actions)
         totals.shard_steps += 1
@@ -179,20 +181,9 @@ class EnvWorker:
         self._tell()
 
     def _ask(self, stage: Stage, observation: Any) -> None:
-        if self.report.began is None:
-            self.report.began = time.monotonic()
-            self._tell(now=True)
-        stage.sent = time.perf_counter()
+        stage.sent = time.monotonic()
         # The shard owns the observation's memory and makes a new one at each step: no copy is needed.
         stage.pending = self._client.submit(observation, copy=False, stage=stage.index)
-
-    def _actions(self, pending: Pending) -> Any:
-        result = pending.result()
-        if "actions" not in result:
-            raise RunFailed(
-                f"the policy's reply has no 'actions'; it has {', '.join(result) or 'nothing'}"
-            )
-        return result["actions"]
 
     def _delay(self) -> None:
         seconds = self._delays.sample(self.report.totals.shard_steps)
@@ -204,6 +195,12 @@ class EnvWorker:
         if now or self.reporter.due():
             self.report.delays = self._delays.metrics()
             self.reporter.send(self.report)
+            if not self.reporter.has_runner and not now:
+                steps, episodes = self.report.totals.env_steps, len(self.reporter.episodes)
+                waiting = (
+                    "" if self.report.began else f", waiting for actions from {self._client.endpoint}"
+                )
+                log.info("%d steps, %d episodes%s", steps, episodes, waiting)
 
     def _make_stages(self, config: Config, mode: Mode, rank: int) -> list[Stage]:
         section = config.env.of_mode(mode)

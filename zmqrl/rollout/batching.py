@@ -104,10 +104,11 @@ def check_output(output: Any, rows: int) -> dict[str, Any]:
             f"the policy returned a {type(output).__name__}; it must return an array of actions, or a "
             "dict with them under 'actions'"
         )
-    if not output:
-        raise PolicyOutputError("the policy returned an empty dict")
     for key, value in output.items():
         _check_rows(value, rows, str(key))
+    if "actions" not in output:
+        keys = ", ".join(map(repr, output)) or "nothing"
+        raise PolicyOutputError(f"the policy returned no 'actions'; its dict has {keys}")
     return output
 
 

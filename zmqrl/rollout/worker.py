@@ -86,6 +86,7 @@ class RolloutWorker:
         self.name = name
         self._policy = policy
         self._introduction: dict[str, Any] = {
+            "role": "worker",
             "name": name,
             "incarnation": time.time_ns(),
             "host": socket.gethostname(),
@@ -98,7 +99,8 @@ class RolloutWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._number = 0  # of the last batch received
         self._predict_s = 0.0  # spent in the policy for the batch in hand
-        self._welcomed = False
+        self._epoch: Any = None  # of the broker that knows this worker
+        self._failures = _Failures()
         self._connect()
 
     def run(self, stopping: Callable[[], bool]) -> None:
@@ -123,9 +125,9 @@ class RolloutWorker:
                     self._connect()
                 elif now >= self._spoke + _READY_EVERY:
                     self._send([Header(Op.READY, request_id=self._number).pack()])
-                if not self._welcomed and now >= warned + 5.0:
+                if now >= max(warned, self._heard) + 5.0:
                     warned = now
-                    log.warning("no broker answers at %s yet", self.endpoint)
+                    log.warning("no broker answers at %s", self.endpoint)
             self._send([Header(Op.BYE, request_id=self._number).pack()])
         finally:
             self._socket.close()
@@ -153,10 +155,7 @@ class RolloutWorker:
             if header.op == Op.BATCH:
                 self._batch(frames)
             elif header.op == Op.WELCOME:
-                if not self._welcomed:
-                    log.info("connected to the broker at %s", self.endpoint)
-                self._welcomed = True
-                self._number = 0
+                self._welcome(decode_meta(frames[0][HEADER_SIZE:]))
                 self._send([Header(Op.READY).pack()])
             elif header.op == Op.UNKNOWN:
                 self._hello()
@@ -167,6 +166,14 @@ class RolloutWorker:
             raise StartupFailed(f"{self.endpoint}: {error}") from None
         except DecodeError as error:
             log.warning("a message from the broker is not valid: %s", error)
+
+    def _welcome(self, fields: dict[str, Any]) -> None:
+        if fields.get("epoch") != self._epoch:
+            log.info("connected to the broker at %s", self.endpoint)
+        if fields.get("warning"):
+            log.warning("%s", fields["warning"])
+        self._epoch = fields.get("epoch")
+        self._number = 0
 
     def _hello(self) -> None:
         self._send([Header(Op.HELLO).pack() + encode_meta(self._introduction)])
@@ -229,7 +236,7 @@ class RolloutWorker:
                 return replies
             text = f"{type(error).__name__}: {error}"
             trace = traceback.format_exc()[-_MAX_TRACEBACK:]
-            log.warning("the policy failed on a request: %s", text)
+            self._failures.note(text, error)
             entry, header = shards[0].entry, shards[0].header
             return {entry.slot: self._error(entry, header, "policy", f"{text}\n\n{self.name}: {trace}")}
 
@@ -284,3 +291,21 @@ class RolloutWorker:
 
 def _microseconds(seconds: float) -> int:
     return min(int(seconds * 1e6), 2**32 - 1)
+
+
+class _Failures:
+    """Logs the policy's failures: the first at once, then how many there were, every ten seconds."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._logged = float("-inf")
+
+    def note(self, text: str, error: Exception) -> None:
+        """Count one failure, and log if it is time."""
+        self._count += 1
+        if time.monotonic() < self._logged + 10.0:
+            return
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}, line {frame.lineno}"
+        log.warning("the policy failed on %d request(s): %s (%s)", self._count, text, where)
+        self._count, self._logged = 0, time.monotonic()

@@ -159,7 +159,7 @@ class _Evaluation:
         if not missing and not self._stop():
             return
         whose = ", ".join(f"{env.name} ({env.missing()})" for env in missing)
-        why = "; ".join(self.problems) or "for no known reason"
+        why = "; ".join(dict.fromkeys(self.problems)) or "for no known reason"
         raise RunFailed(f"{sum(e.missing() for e in missing)} episodes are missing, of {whose}: {why}")
 
     def _start(self) -> None:
@@ -190,7 +190,8 @@ class _Evaluation:
             if env.report is None and child.process.returncode > 0:
                 raise StartupFailed(child.cause())
             env.gave_up = child.cause()
-            log.warning("%s; the others go on", child.cause())
+            others = "; the others go on" if not all(env.ended() for env in self.envs) else ""
+            log.warning("%s%s", child.cause(), others)
         elif child.name == _BROKER:
             raise StartupFailed(child.cause()) if not self._stepping() else RunFailed(child.cause())
         elif not self._stepping() and child.process.returncode > 0:

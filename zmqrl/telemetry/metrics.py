@@ -47,7 +47,7 @@ class EnvView:
 
 
 def span(envs: Sequence[EnvView]) -> float:
-    """Seconds from the first request to the last step; 0 before."""
+    """Seconds from the first actions to the last step; 0 before."""
     reports = [env.report for env in envs if env.report is not None]
     began = [r.began for r in reports if r.began is not None]
     ended = [r.ended for r in reports if r.ended is not None]
@@ -65,25 +65,30 @@ def summed(envs: Sequence[EnvView]) -> EnvTotals:
     return totals
 
 
-def episode_metrics(envs: Sequence[EnvView]) -> Metrics:
-    """`eval/*`: means over all counted episodes; a success rate only if the simulator reports one."""
+def episode_metrics(envs: Sequence[EnvView], group: str = "eval") -> Metrics:
+    """Means over all counted episodes; a success rate only if the simulator reports one.
+
+    Args:
+        envs: All env workers.
+        group: What the names begin with: `eval`, or `env` for train mode.
+    """
     episodes = [episode for env in envs for episode in env.episodes]
     metrics: Metrics = {
-        "eval/num_trajectories": len(episodes),
-        "eval/missing_trajectories": sum(env.missing() for env in envs),
+        f"{group}/num_trajectories": len(episodes),
+        f"{group}/missing_trajectories": sum(env.missing() for env in envs),
     }
     if not episodes:
         return metrics
-    metrics["eval/return"] = float(np.mean([e.total_return for e in episodes]))
-    metrics["eval/episode_len"] = float(np.mean([e.length for e in episodes]))
+    metrics[f"{group}/return"] = float(np.mean([e.total_return for e in episodes]))
+    metrics[f"{group}/episode_len"] = float(np.mean([e.length for e in episodes]))
     steps = sum(e.length for e in episodes)
-    metrics["eval/reward"] = sum(e.total_return for e in episodes) / max(1, steps)
+    metrics[f"{group}/reward"] = sum(e.total_return for e in episodes) / max(1, steps)
     judged = [e for e in episodes if e.success_once is not None]
     if judged:
         once = float(np.mean([bool(e.success_once) for e in judged]))
-        metrics["eval/success_once"] = once
-        metrics["eval/success_at_end"] = float(np.mean([bool(e.success_at_end) for e in judged]))
-        metrics["eval/fail_once"] = 1.0 - once
+        metrics[f"{group}/success_once"] = once
+        metrics[f"{group}/success_at_end"] = float(np.mean([bool(e.success_at_end) for e in judged]))
+        metrics[f"{group}/fail_once"] = 1.0 - once
     return metrics
 
 

@@ -12,7 +12,10 @@ from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode_meta, encode_meta
 
 _EVERY = 0.5
-"""Seconds between two reports of one env worker."""
+"""Seconds between two reports of one env worker to its runner."""
+
+_EVERY_ALONE = 10.0
+"""The same where there is no runner, and a line of text is all there is."""
 
 
 @dataclass(slots=True)
@@ -46,9 +49,9 @@ class EnvTotals:
     delay_s: float = 0.0
     """Emulated delay (`env.delay_sampler`)."""
     requests: int = 0
-    """Replies received."""
+    """Replies received, without those to the first requests, which wait for the pool to come up."""
     wait_s: float = 0.0
-    """From sending a request to having its reply; includes the next three."""
+    """From sending a request to having its reply; includes the next two."""
     queue_s: float = 0.0
     predict_s: float = 0.0
 
@@ -60,7 +63,7 @@ class Report:
     name: str
     rank: int
     began: float | None = None
-    """`time.monotonic()` at its first request; None before."""
+    """`time.monotonic()` when its first actions came; None before."""
     ended: float | None = None
     """The same at its last step; None before the first."""
     finished: bool = False
@@ -113,13 +116,19 @@ class Reporter:
         self.episodes.append(episode)
         self._unsent.append(episode)
 
+    @property
+    def has_runner(self) -> bool:
+        """Whether there is anybody to send to."""
+        return self._socket is not None
+
     def due(self) -> bool:
-        """Whether the last report is half a second old."""
-        return self._socket is not None and time.monotonic() >= self._sent + _EVERY
+        """Whether the last report is old enough for another."""
+        return time.monotonic() >= self._sent + (_EVERY if self.has_runner else _EVERY_ALONE)
 
     def send(self, report: Report) -> None:
         """Send `report`, which has no episodes yet, with those that were not sent before."""
         if self._socket is None:
+            self._sent = time.monotonic()
             return
         report.episodes, self._unsent = self._unsent, []
         try:

@@ -15,10 +15,10 @@ from zmqrl.telemetry.metrics import EnvView, Metrics, span, summed
 def summary(metrics: Metrics, envs: Sequence[EnvView], status: dict[str, Any]) -> RenderableType:
     """The tables of an evaluation: results, each part, the time split, and what limits the run."""
     return Group(
-        _results(metrics),
-        _time_split(envs),
-        _rollout_table(envs, status),
         _env_table(envs),
+        _rollout_table(envs, status),
+        _time_split(envs),
+        results(metrics),  # near the end: what a small terminal still shows
         _limit(metrics),
     )
 
@@ -35,18 +35,19 @@ def _number(metrics: Metrics, key: str, form: str = "{:.3f}") -> str:
     return "-" if value is None else form.format(value)
 
 
-def _results(metrics: Metrics) -> Table:
-    table = _table("Evaluation", "metric", "value")
+def results(metrics: Metrics, group: str = "eval") -> Table:
+    """The table of what the episodes gave; `group` is what their metrics begin with."""
+    table = _table("Results", "metric", "value")
     rows = [
-        ("episodes", "eval/num_trajectories", "{:,}"),
-        ("success at any step", "eval/success_once", "{:.1%}"),
-        ("success at the end", "eval/success_at_end", "{:.1%}"),
-        ("return, mean", "eval/return", "{:.3f}"),
-        ("episode length, mean", "eval/episode_len", "{:.1f}"),
+        ("episodes", f"{group}/num_trajectories", "{:,}"),
+        ("success at any step", f"{group}/success_once", "{:.1%}"),
+        ("success at the end", f"{group}/success_at_end", "{:.1%}"),
+        ("return, mean", f"{group}/return", "{:.3f}"),
+        ("episode length, mean", f"{group}/episode_len", "{:.1f}"),
         ("env steps", "env_steps", "{:,}"),
         ("env steps/s", "env_steps_per_s", "{:,.0f}"),
-        ("shards a batch, mean", "rollout/mean_shards_per_batch", "{:.2f}"),
-        ("rows a batch, mean", "rollout/mean_rows_per_batch", "{:.2f}"),
+        ("requests a batch, mean", "rollout/mean_shards_per_batch", "{:.2f}"),
+        ("observations a batch, mean", "rollout/mean_rows_per_batch", "{:.2f}"),
         ("requests", "broker/requests", "{:,}"),
         ("  answered", "broker/answered", "{:,}"),
         ("  run again", "broker/requeued", "{:,}"),
@@ -67,7 +68,7 @@ def _time_split(envs: Sequence[EnvView]) -> Table:
         ("transport: all the rest of the wait", on_the_way),
     ]
     whole = sum(seconds for _, seconds in parts) or 1.0
-    table = _table("Where an env worker's time goes", "part", "share", "ms a step")
+    table = _table("Where an env worker's time goes", "part", "share", "ms a request")
     for label, seconds in parts:
         per_step = 1000 * seconds / max(1, totals.shard_steps)
         table.add_row(label, f"{seconds / whole:.1%}", f"{per_step:.2f}")
@@ -78,7 +79,7 @@ def _rollout_table(envs: Sequence[EnvView], status: dict[str, Any]) -> Table:
     seconds = span(envs)
     connected = {worker["name"] for worker in status.get("workers", [])}
     table = _table(
-        "Rollout workers", "worker", "batches", "shards/batch", "rows/batch", "ms/batch", "busy"
+        "Rollout workers", "worker", "batches", "requests/batch", "obs/batch", "ms/batch", "busy"
     )
     for name, totals in sorted(status.get("totals", {}).items()):
         batches = max(1, totals["batches"])
@@ -94,24 +95,22 @@ def _rollout_table(envs: Sequence[EnvView], status: dict[str, Any]) -> Table:
 
 
 def _env_table(envs: Sequence[EnvView]) -> Table:
-    table = _table(
-        "Env workers", "worker", "episodes", "env steps", "ms a step", "ms waiting", "delay ms (max)"
-    )
+    table = _table("Env workers", "worker", "episodes", "env steps", "ms in step", "ms waiting")
     for env in envs:
-        label = env.name if env.gave_up is None else f"{env.name} (missing {env.missing()})"
+        label = env.name if not env.missing() else f"{env.name} (lost)"
+        episodes = f"{len(env.episodes)} of {env.expected_episodes}"
         report = env.report
         if report is None:
-            table.add_row(label, "0", "-", "-", "-", "-")
+            table.add_row(label, episodes, "-", "-", "-")
             continue
         totals = report.totals
         steps = max(1, totals.shard_steps)
         table.add_row(
             label,
-            str(len(env.episodes)),
+            episodes,
             f"{totals.env_steps:,}",
             f"{1000 * (totals.step_s + totals.delay_s) / steps:.1f}",
             f"{1000 * totals.wait_s / max(1, totals.requests):.1f}",
-            f"{1000 * report.delays.get('max', 0.0):.0f}",
         )
     return table
 

@@ -363,7 +363,8 @@ def _unpack(meta: Any, limit: int) -> Any:
             max_map_len=MAX_META_ITEMS,
         )
     except Exception as error:  # msgpack raises a dozen types, some of them bare ValueErrors
-        raise DecodeError(f"not valid msgpack: {type(error).__name__}: {error}") from None
+        words = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise DecodeError(f"not valid msgpack ({words})") from None
 
 
 @functools.lru_cache(maxsize=1024)
