@@ -152,3 +152,13 @@ def test_importing_the_client_takes_little_more_than_numpy_and_zmq() -> None:
 
     ratios = [seconds("from zmqrl import PolicyClient") / seconds("import numpy, zmq") for _ in range(9)]
     assert statistics.median(ratios) < 1.4
+
+
+def test_the_page_of_configuration_keys_is_what_the_code_reads() -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "docs" / "make_configuration.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert made.stdout == (ROOT / "docs" / "configuration.md").read_text()

@@ -82,7 +82,7 @@ class DelayConfig(Section):
     base: Seconds = 0.0
     probability: float = Field(0.0, ge=0, le=1)
     extra: Seconds = 0.0
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="makes the delays repeatable")
     per_worker: dict[int, float] = Field(default_factory=dict, description="rank: factor")
     stall: StallConfig | None = None
 
@@ -119,7 +119,7 @@ class EnvModeConfig(Section):
     max_episode_steps: int | None = Field(None, ge=1, description="null: the simulator's own limit")
     ignore_terminations: bool = Field(False, description="episodes always run to the time limit")
     use_fixed_reset_state_ids: bool = Field(False, description="the same start states each time")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="of those start states")
     delay_sampler: DelayConfig | None = Field(None, description="overrides env.delay_sampler")
 
 
@@ -129,12 +129,14 @@ class EnvConfig(Section):
     id: str | None = Field(None, description="Gymnasium id, plain or module:EnvId")
     factory: str | None = Field(None, description="module:function or file.py:function")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the simulator")
-    vectorization: Literal["sync", "async"] = "sync"
-    autoreset_mode: Literal["disabled", "next_step", "same_step"] = "disabled"
-    pipeline_stages: int = Field(1, ge=1, le=8)
+    vectorization: Literal["sync", "async"] = Field("sync", description="async: a process for each env")
+    autoreset_mode: Literal["disabled", "next_step", "same_step"] = Field(
+        "disabled", description="how an env begins its next episode"
+    )
+    pipeline_stages: int = Field(1, ge=1, le=8, description="groups of envs that are stepped in turn")
     rescale_actions: bool = Field(False, description="map actions from [-1, 1] to the Box")
     success_key: str | None = Field(None, description="null: success, then is_success")
-    request_timeout_s: PositiveSeconds = 300.0
+    request_timeout_s: PositiveSeconds = Field(300.0, description="for actions to come")
     delay_sampler: DelayConfig = DelayConfig()
     train: EnvModeConfig = EnvModeConfig()
     eval: EnvModeConfig = EnvModeConfig()
@@ -158,14 +160,14 @@ class RolloutConfig(Section):
     """The rollout workers and how their batches are made."""
 
     policy: str | None = Field(None, description="module:factory or file.py:factory")
-    policy_kwargs: dict[str, Any] = Field(default_factory=dict)
-    rollout_queue_size: int = Field(0, ge=0, description="shards a batch; 0: ceil(env / rollout)")
-    max_batch_rows: int = Field(0, ge=0, description="rows a batch; 0: no limit")
+    policy_kwargs: dict[str, Any] = Field(default_factory=dict, description="for the factory")
+    rollout_queue_size: int = Field(0, ge=0, description="most requests a batch; 0: ceil(env / rollout)")
+    max_batch_rows: int = Field(0, ge=0, description="most observations a batch; 0: no limit")
     max_wait_ms: float = Field(0.0, ge=0, le=60_000, description="holds a partial batch open")
-    attempt_timeout_s: PositiveSeconds = 60.0
-    max_attempts: int = Field(3, ge=1, le=100)
-    device: str = "auto"
-    torch_threads: int = Field(1, ge=1)
+    attempt_timeout_s: PositiveSeconds = Field(60.0, description="for one batch, then others take it")
+    max_attempts: int = Field(3, ge=1, le=100, description="workers that a request may be lost with")
+    device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: a GPU if there is one")
+    torch_threads: int = Field(1, ge=1, description="of each rollout worker")
 
 
 class BrokerConfig(Section):
@@ -173,12 +175,19 @@ class BrokerConfig(Section):
 
     frontend: str | None = Field(None, description="where env workers connect; null: local ipc")
     backend: str | None = Field(None, description="where rollout workers connect; null: local ipc")
-    max_queue_messages: int = Field(100_000, ge=1)
-    max_queue_mb: int = Field(4096, ge=1)
+    max_queue_messages: int = Field(100_000, ge=1, description="requests open at once")
+    max_queue_mb: int = Field(4096, ge=1, description="mebibytes of open requests")
     max_client_messages: int = Field(128, ge=1, le=100_000, description="open at once, of one client")
-    max_client_mb: int = Field(1024, ge=1)
-    max_message_mb: int = Field(sockets.MAX_MESSAGE_MB, ge=1, le=4095)
-    heartbeat_timeout_s: float = Field(sockets.HEARTBEAT_S, ge=0.5, le=600)
+    max_client_mb: int = Field(1024, ge=1, description="mebibytes of open requests of one client")
+    max_message_mb: int = Field(
+        sockets.MAX_MESSAGE_MB,
+        ge=1,
+        le=4095,
+        description="mebibytes of one array, or of one batch's rest",
+    )
+    heartbeat_timeout_s: float = Field(
+        sockets.HEARTBEAT_S, ge=0.5, le=600, description="silence after which a peer counts as gone"
+    )
 
     @field_validator("frontend", "backend")
     @classmethod
@@ -196,17 +205,17 @@ class BrokerConfig(Section):
 class LoggerConfig(Section):
     """Where a run writes its files."""
 
-    log_path: str = "runs"
-    experiment_name: str = "evaluate"
+    log_path: str = Field("runs", description="folder")
+    experiment_name: str = Field("evaluate", description="folder within log_path")
 
 
 class RunnerConfig(Section):
     """The run as a whole."""
 
-    enable_decoupled_mode: bool = False
+    enable_decoupled_mode: bool = Field(False, description="true: shared queue; false: fixed ranks")
     logger: LoggerConfig = LoggerConfig()
-    startup_timeout_s: PositiveSeconds = 120.0
-    stall_timeout_s: PositiveSeconds = 120.0
+    startup_timeout_s: PositiveSeconds = Field(120.0, description="for all parts to come up")
+    stall_timeout_s: PositiveSeconds = Field(120.0, description="for one step or reset of an env worker")
     report: str | None = Field(None, description="where env workers report; null: local ipc")
 
     @field_validator("report")
@@ -218,8 +227,8 @@ class RunnerConfig(Section):
 class PlacementConfig(Section):
     """Rank ranges, such as `0-3`, which give the number of workers."""
 
-    env: str = "0-7"
-    rollout: str = "0-1"
+    env: str = Field("0-7", description="0-7 means eight env workers")
+    rollout: str = Field("0-1", description="0-1 means two rollout workers")
 
     @field_validator("env", "rollout", mode="before")
     @classmethod
