@@ -90,11 +90,11 @@ def test_an_evaluation_counts_exactly_the_episodes_asked_for(folder: Path, decou
     assert "eval/success_once" not in result, "CartPole reports no success"
     assert result["broker/requests"] == result["broker/answered"] > 0
     assert result["broker/dropped"] == result["broker/requeued"] == result["broker/errors"] == 0
-    for key in ("time/env/step", "time/broker/queue", "time/rollout/predict", "env_steps_per_s"):
+    assert result["time/broker/queue"] >= 0
+    for key in ("time/env/step", "time/env/wait", "time/rollout/predict", "env_steps_per_s", "wall_s"):
         assert result[key] > 0
     assert result["rollout/mean_rows_per_batch"] >= result["rollout/mean_shards_per_batch"] >= 1
     assert result["bottleneck"] in ("env", "queue", "rollout")
-    assert result["wall_s"] > 0
 
 
 def test_more_rollout_workers_than_env_workers_are_fine_in_normal_mode(folder: Path) -> None:
