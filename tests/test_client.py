@@ -15,6 +15,7 @@ import pytest
 from conftest import Pool, wait_for
 
 from zmqrl import Pending, PolicyClient
+from zmqrl.connection import Request
 from zmqrl.errors import (
     BrokerUnreachable,
     ClientClosed,
@@ -26,6 +27,7 @@ from zmqrl.errors import (
     PolicyTimeout,
     Replaced,
 )
+from zmqrl.transport.header import Header, Op
 
 
 def x(value: float, rows: int = 2) -> dict[str, np.ndarray]:
@@ -226,6 +228,17 @@ def test_a_policy_may_reuse_its_output_buffer(pool: Pool) -> None:
     kept = [client.infer(x(value))["actions"] for value in range(30)]
     for value, actions in enumerate(kept):
         assert (actions == value).all()
+
+
+def test_a_send_that_is_interrupted_leaves_no_half_message_behind(pool: Pool) -> None:
+    client = pool.start().client()
+    assert client.infer(x(1))["actions"][0, 0] == 1
+    header = Header(Op.INFER, request_id=99, frames=2, rows=1)
+    broken = Request(header, b"meta", [memoryview(bytes(5000)), object()], time.monotonic() + 5)
+    with pytest.raises(TypeError):
+        client._connection.start(broken)
+    assert client.infer(x(2))["actions"][0, 0] == 2
+    assert pool.counters()["malformed"] == 0
 
 
 def test_results_are_writable_and_stay_as_they_are(pool: Pool) -> None:

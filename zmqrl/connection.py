@@ -1,0 +1,289 @@
+"""The client's connection: requests out, replies back, and what to do when neither comes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Dict, List, Optional, Set, Type
+
+import zmq
+
+from zmqrl.errors import (
+    AttemptsExhausted,
+    BrokerStopping,
+    BrokerUnreachable,
+    ClientError,
+    DecodeError,
+    Overloaded,
+    PolicyError,
+    PolicyTimeout,
+    Replaced,
+    RequestRefused,
+    VersionMismatch,
+)
+from zmqrl.transport import sockets
+from zmqrl.transport.codec import decode, decode_meta, encode_meta
+from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+
+_ASK_AFTER = 1.0
+"""Seconds without a word about a request, after which the client asks whether it is known."""
+
+_REBUILD_AFTER = 2.0
+"""Seconds without a word from the broker after that question, after which the socket is made anew."""
+
+_RETRY_AFTER = 0.2
+"""Seconds between two tries where the broker cannot take a request yet."""
+
+_FATAL: Dict[str, Type[ClientError]] = {
+    "policy": PolicyError,
+    "attempts": AttemptsExhausted,
+    "deadline": PolicyTimeout,
+    "replaced": Replaced,
+    "refused": RequestRefused,
+}
+
+
+class Request:
+    """A request, until it has ended in a result or an error.
+
+    Args:
+        header: Without the budget, which is set each time that it is sent.
+        meta: What follows the header in the first frame.
+        buffers: The large arrays; kept, because the request may have to be sent again.
+        deadline: Of `time.monotonic()`.
+    """
+
+    def __init__(self, header: Header, meta: bytes, buffers: List[Any], deadline: float) -> None:
+        self.header = header
+        self.meta = meta
+        self.buffers = buffers
+        self.deadline = deadline
+        self.look_at = 0.0  # when to do something about it if there is no reply
+        self.retry = False  # whether it is to be sent again then
+        self.kind: Type[ClientError] = PolicyTimeout  # what it ends in when time is up
+        self.state = ""  # what the broker last said of it
+        self.done = False
+        self.result: Any = None
+        self.error: Optional[ClientError] = None
+        self.policy_version: Optional[int] = None
+        self.queue_seconds: Optional[float] = None
+        self.predict_seconds: Optional[float] = None
+
+    def end(self, result: Any = None, error: Optional[ClientError] = None) -> None:
+        """Note how it ended, and free its buffers."""
+        self.result, self.error, self.done = result, error, True
+        self.buffers = []
+
+
+class Connection:
+    """A socket to the broker, and the requests that are open on it.
+
+    It never blocks but in `wait`, and there only until the time that it is given. A request that stays
+    silent is asked about (KNOWN); if the broker does not know it, it is sent again; if the broker does
+    not even answer that, the socket is made anew.
+
+    Args:
+        endpoint: The broker's frontend.
+        introduction: The fields of HELLO.
+
+    Raises:
+        EndpointError: The endpoint is malformed.
+    """
+
+    def __init__(self, endpoint: str, introduction: Dict[str, Any]) -> None:
+        self.endpoint = endpoint
+        self.requests: Dict[int, Request] = {}
+        self._introduction = introduction
+        self._resting: Set[int] = set()
+        self._reached = False  # whether the broker has said anything on this socket
+        self._connect()
+
+    def start(self, request: Request) -> None:
+        """Send a new request."""
+        self._resting.discard(request.header.stage)
+        self._send(request)
+        self.requests[request.header.request_id] = request
+
+    def wait(self, request: Request, until: float) -> None:
+        """Wait until `request` has ended, but no longer than `until` (of `time.monotonic()`)."""
+        until = min(until, request.deadline)
+        while not request.done:
+            now = time.monotonic()
+            wake = min(until, min(r.look_at for r in self.requests.values()))
+            if self._socket.poll(max(0, int((wake - now) * 1000 + 0.999))):
+                self._receive(request)
+            now = time.monotonic()
+            if now >= wake:
+                for due in list(self.requests.values()):
+                    if now >= due.look_at:
+                        self._look_after(due, now)
+            if now >= until:
+                return
+
+    def cancel(self, request: Request) -> None:
+        """Give a request up, and tell the broker."""
+        self._send_frames([Header(Op.CANCEL, request_id=request.header.request_id).pack()])
+        self._end(request, error=ClientError("the request was cancelled"))
+
+    def rest(self, stage: int) -> None:
+        """Say that a pipeline stage asks no more for now; said again to every new broker."""
+        self._resting.add(stage)
+        self._send_frames([Header(Op.REST, stage=stage).pack()])
+
+    def close(self, error: ClientError) -> None:
+        """Say goodbye; what is open ends in `error`."""
+        for request in list(self.requests.values()):
+            self._end(request, error=error)
+        self._send_frames([Header(Op.BYE).pack()])
+        self._socket.close()
+
+    # -- Sending
+
+    def _connect(self) -> None:
+        self._socket = sockets.dealer(zmq.Context.instance(), self.endpoint)
+        self._asked: Optional[float] = None  # since when a KNOWN is unanswered
+        self._hello()
+
+    def _hello(self) -> None:
+        self._said_hello = time.monotonic()
+        self._send_frames([Header(Op.HELLO).pack() + encode_meta(self._introduction)])
+        for stage in self._resting:
+            self._send_frames([Header(Op.REST, stage=stage).pack()])
+
+    def _send(self, request: Request) -> None:
+        now = time.monotonic()
+        budget_ms = max(1, min(int((request.deadline - now) * 1000), 2**32 - 1))
+        header = request.header._replace(budget_ms=budget_ms)
+        request.header = header._replace(attempt=min(header.attempt + 1, 255))
+        request.look_at = min(now + _ASK_AFTER, request.deadline)
+        request.retry = False
+        self._send_frames([header.pack() + request.meta, *request.buffers])
+
+    def _send_frames(self, frames: List[Any]) -> None:
+        """Send without waiting; what does not fit is asked for again by `_look_after`."""
+        last = len(frames) - 1
+        index = 0
+        try:
+            for index, frame in enumerate(frames):
+                flags = sockets.NOBLOCK if index == last else sockets.NOBLOCK_SNDMORE
+                self._socket.send(frame, flags, copy=index == 0)
+        except zmq.Again:
+            pass  # only the first frame can be refused, so no message is left half sent
+        except BaseException:
+            # Ctrl-C between two frames: what is sent next would become part of this message.
+            self._socket.close(0)
+            self._connect()
+            raise
+
+    # -- Looking after what is silent
+
+    def _look_after(self, request: Request, now: float) -> None:
+        """Do what is due for a request that has no reply yet."""
+        if request.done:
+            return
+        if now >= request.deadline:
+            self._send_frames([Header(Op.CANCEL, request_id=request.header.request_id).pack()])
+            self._end(request, error=self._timeout_of(request))
+        elif request.retry:
+            self._send(request)
+        elif self._asked is not None and now >= self._asked + _REBUILD_AFTER:
+            # Not even KNOWN is answered: the connection may be half dead, so make a new one.
+            self._socket.close(0)
+            self._reached = False
+            self._connect()
+            for other in self.requests.values():
+                self._send(other)
+        else:
+            if self._asked is None:
+                self._asked = now
+            request.look_at = min(now + _ASK_AFTER, request.deadline)
+            self._send_frames([Header(Op.KNOWN, request_id=request.header.request_id).pack()])
+
+    def _try_again(self, request: Request, now: float, seconds: float) -> None:
+        """Send a request once more after so many seconds."""
+        request.retry = True
+        request.look_at = min(now + seconds, request.deadline)
+
+    def _timeout_of(self, request: Request) -> ClientError:
+        if not self._reached and request.kind is PolicyTimeout:
+            return BrokerUnreachable(
+                f"no broker answered at {self.endpoint} within the timeout; "
+                "is one running there (bin/start-broker)?"
+            )
+        state = request.state or "the broker said nothing about the request"
+        return request.kind(f"no reply from {self.endpoint} within the timeout: {state}")
+
+    def _end(self, request: Request, result: Any = None, error: Optional[ClientError] = None) -> None:
+        del self.requests[request.header.request_id]
+        request.end(result, error)
+
+    # -- Receiving
+
+    def _receive(self, awaited: Request) -> None:
+        """Read what has arrived, up to the end of the request that is awaited."""
+        while not awaited.done:
+            try:
+                frames = [self._socket.recv(sockets.NOBLOCK, copy=False)]
+            except zmq.Again:
+                return
+            while frames[-1].more:
+                frames.append(self._socket.recv(sockets.NOBLOCK, copy=False))
+            try:
+                self._handle(frames)
+            except VersionMismatch as error:
+                for other in list(self.requests.values()):
+                    self._end(other, error=RequestRefused(f"{self.endpoint}: {error}"))
+            except DecodeError:
+                continue  # not from a zmqrl broker; the deadline speaks if nothing else comes
+
+    def _handle(self, frames: List[Any]) -> None:
+        first = frames[0].bytes
+        header = unpack(first)
+        now = time.monotonic()
+        self._reached = True
+        self._asked = None
+        request = self.requests.get(header.request_id)
+        if header.op == Op.UNKNOWN:
+            if now >= self._said_hello + _RETRY_AFTER:
+                self._hello()
+                if request is not None:
+                    self._send(request)
+            elif request is not None:
+                self._try_again(request, now, _RETRY_AFTER)
+        elif header.op == Op.ERROR:
+            self._error(request, header.request_id, decode_meta(first[HEADER_SIZE:]), now)
+        elif request is None:
+            return  # late: an earlier call gave this request up
+        elif header.op == Op.REPLY:
+            request.policy_version = header.policy_version
+            request.queue_seconds = header.queue_us / 1e6
+            request.predict_seconds = header.predict_us / 1e6
+            try:
+                self._end(request, result=decode(first[HEADER_SIZE:], frames[1:]))
+            except DecodeError as error:
+                self._end(request, error=PolicyError(f"the reply cannot be read: {error}"))
+        elif header.op == Op.KNOWN:
+            request.kind = PolicyTimeout
+            request.state = str(decode_meta(first[HEADER_SIZE:]).get("state", ""))
+
+    def _error(
+        self, request: Optional[Request], request_id: int, fields: Dict[str, Any], now: float
+    ) -> None:
+        code = str(fields.get("code"))
+        message = str(fields.get("message", "unexplained error"))
+        if request_id == 0:  # about this client as a whole
+            for other in list(self.requests.values()):
+                self._end(other, error=self._error_of(code, message))
+        elif request is None:
+            return
+        elif code in ("overloaded", "stopping"):
+            # A broker that stops may be started again, and one that is full gets emptier.
+            retry_after = fields.get("retry_after_ms")
+            wait_ms = retry_after if isinstance(retry_after, int) else 1000 * _RETRY_AFTER
+            request.kind = Overloaded if code == "overloaded" else BrokerStopping
+            request.state = message
+            self._try_again(request, now, min(max(wait_ms / 1000, 0.001), 10.0))
+        else:
+            self._end(request, error=self._error_of(code, message))
+
+    def _error_of(self, code: str, message: str) -> ClientError:
+        return _FATAL.get(code, ClientError)(f"{self.endpoint}: {message}")
