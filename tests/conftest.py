@@ -64,6 +64,7 @@ class Pool:
     def start(self, workers: int = 1, policy: str = "Echo", **kwargs: Any) -> Pool:
         """A broker and so many workers, all of them connected."""
         self.start_broker()
+        self.wait_for_workers(0)
         for rank in range(workers):
             self.start_worker(rank, policy, **kwargs)
         self.wait_for_workers(workers)

@@ -114,7 +114,7 @@ def test_a_reply_without_actions_is_an_error_that_names_what_it_has(pool: Pool, 
 
 
 def test_without_rollout_workers_an_env_worker_gives_up_after_its_time_limit(pool: Pool) -> None:
-    pool.start_broker()
+    pool.start(workers=0)
     worker = env_worker(pool, SIM, "env.request_timeout_s=1.5")
     with pytest.raises(PolicyTimeout, match="0 rollout workers"):
         worker.run()
