@@ -146,6 +146,14 @@ def test_async_simulators_fork_before_the_worker_opens_its_sockets(pool: Pool) -
     assert len(worker.reporter.episodes) == 4
 
 
+def test_a_success_key_that_the_simulator_never_reports_is_a_warning(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.start(policy="Balance")
+    assert env_worker(pool, SIM, "env.success_key=goal_reached").run()
+    assert "goal_reached" in caplog.text
+
+
 def test_emulated_delays_are_reported(pool: Pool) -> None:
     pool.start(policy="Balance")
     worker = env_worker(

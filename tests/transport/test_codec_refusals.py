@@ -71,13 +71,13 @@ def test_what_cannot_be_sent_is_refused_within_a_row_list_too(item):
 
 
 def test_a_leaf_that_is_the_whole_tree_is_named_as_that():
-    with pytest.raises(EncodeError, match="the tree is a set"):
+    with pytest.raises(EncodeError, match="the tree has type set"):
         encode({1, 2})
 
 
 @pytest.mark.parametrize("key", [1, b"x", None, ("a",), 1.5, True, np.int64(3)], ids=repr)
 def test_a_key_that_is_no_str_is_refused_by_its_place(key):
-    with pytest.raises(EncodeError, match=r"the key .* at 'obs\[0\]' is a \w+; keys must be str"):
+    with pytest.raises(EncodeError, match=r"the key .* of 'obs\[0\]' has type \w+; keys must be str"):
         encode({"obs": [{key: np.zeros(2)}]})
     with pytest.raises(EncodeError, match="at 'the top'"):
         encode({key: np.zeros(2)})

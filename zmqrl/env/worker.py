@@ -100,6 +100,7 @@ class EnvWorker:
         self.name = f"env-{rank}" if mode == "train" else f"eval-{rank}"
         self.report = Report(self.name, rank)
         self._stop = stop
+        self._success_key = config.env.success_key
         self._delays = DelaySampler(config.env.delays_of(mode), rank)
         self._stages = self._make_stages(config, mode, rank)
         # After the simulators: some of them fork, which a ZeroMQ context must not live through.
@@ -141,6 +142,7 @@ class EnvWorker:
                         active.remove(stage)
                         self._client.rest(stage.index)
             self.report.finished = not active
+            self._warn_of_a_success_key_that_never_came()
             return self.report.finished
         finally:
             self._tell(now=True)
@@ -148,6 +150,11 @@ class EnvWorker:
             self.reporter.close()
             for stage in self._stages:
                 stage.shard.close()
+
+    def _warn_of_a_success_key_that_never_came(self) -> None:
+        key, episodes = self._success_key, self.reporter.episodes
+        if key is not None and episodes and all(e.success_once is None for e in episodes):
+            log.warning("env.success_key is %r, but the simulator never reported it", key)
 
     def _advance(self, stage: Stage) -> None:
         """Wait for the actions of `stage`, step its simulators, and ask for the next actions."""

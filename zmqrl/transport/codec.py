@@ -185,7 +185,7 @@ class _Encoder:
             array = np.asarray(node)
         except Exception as error:  # whatever the array type of another library raises
             raise EncodeError(
-                f"{_at(path)} is a {type(node).__name__} without array form: {error}"
+                f"{_at(path)} has type {type(node).__name__} without array form: {error}"
             ) from None
         return self.array(array, path)
 
@@ -193,8 +193,7 @@ class _Encoder:
         for key in node:
             if not isinstance(key, str):
                 raise EncodeError(
-                    f"the key {key!r} at {path or 'the top'!r} is a {type(key).__name__}; "
-                    "keys must be str"
+                    f"the key {key!r} of {_at(path)} has type {type(key).__name__}; keys must be str"
                 )
         # Sorted, so that the order in which a simulator fills its dict does not split a batch.
         packed = {}
@@ -273,7 +272,7 @@ class _Encoder:
         if isinstance(value, complex):
             return msgpack_numpy.encode(value)
         raise EncodeError(
-            f"{_at(path)} is a {type(value).__name__}; it must be an array, a tensor, a number, "
+            f"{_at(path)} has type {type(value).__name__}; it must be an array, a tensor, a number, "
             "bool, str, bytes or None, or a dict or list of them"
         )
 
