@@ -26,6 +26,7 @@ from zmqrl.errors import (
     PolicyError,
     PolicyTimeout,
     Replaced,
+    RequestRefused,
 )
 from zmqrl.transport.header import Header, Op
 
@@ -295,6 +296,47 @@ def test_a_reply_above_the_limit_is_an_error_that_says_so(pool: Pool, folder: Pa
     )
     with pytest.raises(PolicyError, match=r"4\.0 MiB.*1 MiB can be sent"):
         pool.client().infer(x(1, rows=1))
+
+
+def test_replies_that_are_too_much_for_one_message_become_errors_and_cut_no_worker(
+    pool: Pool, folder: Path
+) -> None:
+    (folder / "wordy.py").write_text(
+        "import time\n"
+        "class Wordy:\n"
+        "    def infer(self, observation, eval_mask):\n"
+        "        time.sleep(0.3)\n"
+        "        return {'actions': observation['x'], 'text': ['x' * 200_000] * len(observation['x'])}\n"
+    )
+    pool.overrides.append("broker.max_message_mb=1")
+    pool.start_broker()
+    pool.launcher.start(
+        "rollout-0", ["start-rollout-worker", *pool.overrides, f"--policy={folder}/wordy.py:Wordy"]
+    )
+    pool.wait_for_workers(1)
+    pending = [pool.client().submit(x(i, rows=1)) for i in range(12)]
+    for request in pending:
+        request.wait()
+    errors = [p for p in pending if p._request.error is not None]
+    for request in errors:
+        with pytest.raises(PolicyError, match="replies of one batch are larger than 1 MiB"):
+            request.result()
+    assert 0 < len(errors) < 12
+    assert pool.counters()["requeued"] == 0
+
+
+def test_a_request_that_can_never_fit_is_refused(pool: Pool) -> None:
+    pool.start_broker("broker.max_client_mb=1")
+    with pytest.raises(RequestRefused, match=r"2\.0 MiB.*max_client_mb"):
+        pool.client().infer({"x": np.zeros((1, 1 << 18))})
+
+
+def test_a_lock_that_an_interrupt_left_behind_does_not_shut_its_own_thread_out(pool: Pool) -> None:
+    client = pool.start().client()
+    client._lock.acquire()
+    client._owner = threading.get_ident()
+    assert client.infer(x(4))["actions"][0, 0] == 4
+    assert client.infer(x(5))["actions"][0, 0] == 5
 
 
 def test_requests_that_are_too_much_for_one_batch_are_served_in_several(pool: Pool) -> None:

@@ -162,7 +162,6 @@ def _start_rollout_worker(options: argparse.Namespace) -> int:
 
 
 def _start_env_worker(options: argparse.Namespace) -> int:
-    import zmq
     from rich.console import Console
 
     from zmqrl import config
@@ -176,10 +175,7 @@ def _start_env_worker(options: argparse.Namespace) -> int:
     _check_rank(options.rank, loaded.env_workers, "env")
     stop = StopSignal().install()
     worker = EnvWorker(loaded, options.mode, options.rank, stop)
-    try:
-        finished = worker.run()
-    finally:
-        zmq.Context.instance().term()  # waits until the last report and the goodbye are out
+    finished = worker.run()
     if loaded.runner.report is None:
         group = "eval" if options.mode == "eval" else "env"
         view = EnvView(worker.name, 0, worker.report, worker.reporter.episodes)
@@ -202,7 +198,8 @@ def _evaluate(options: argparse.Namespace) -> int:
         raise ConfigError(f"--json {options.json}: there is no such folder")
     if options.json is not None and options.json.is_dir():
         raise ConfigError(f"--json {options.json} is a folder; name a file")
-    evaluate(loaded, Console(), StopSignal().install(), options.json)
+    stop = StopSignal(patience_s=30)  # the launcher itself bounds its children's end
+    evaluate(loaded, Console(), stop.install(), options.json)
     return 0
 
 

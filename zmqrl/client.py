@@ -146,6 +146,7 @@ class PolicyClient:
         self._incarnation = time.time_ns()
         self._next_id = 1
         self._closed = False
+        self._owner: Optional[int] = None  # the thread that is in a call
         self._open()
 
     # -- What a user calls
@@ -175,7 +176,12 @@ class PolicyClient:
             PolicyError: The policy failed on this observation; has the remote traceback.
             ClientError: Another of its kinds, see `zmqrl.errors`.
         """
-        return self.submit(observation, mode, timeout, copy).result()
+        pending = self.submit(observation, mode, timeout, copy)
+        try:
+            return pending.result()
+        except BaseException:
+            pending.cancel()  # Ctrl-C: nobody waits for it any more
+            raise
 
     def infer_one(
         self, observation: Any, mode: Optional[str] = None, timeout: Optional[float] = None
@@ -290,8 +296,11 @@ class PolicyClient:
             # A fork copied the socket's memory but not its I/O thread; never touch it here.
             self.name += f"-{os.getpid()}"
             self._open()
-        if not self._lock.acquire(blocking=False):
+        thread = threading.get_ident()
+        # Held by this very thread: Ctrl-C ended its last call before it could let go.
+        if not self._lock.acquire(blocking=False) and self._owner != thread:
             raise ClientInUse("the client is in use by another thread; give each thread its own")
+        self._owner = thread
         try:
             yield self._connection
         finally:
@@ -300,6 +309,7 @@ class PolicyClient:
     def _open(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._owner = None
         introduction: Dict[str, Any] = {
             "role": "client",
             "name": self.name,

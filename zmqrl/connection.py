@@ -28,7 +28,11 @@ _ASK_AFTER = 1.0
 """Seconds without a word about a request, after which the client asks whether it is known."""
 
 _REBUILD_AFTER = 2.0
-"""Seconds without a word from the broker after that question, after which the socket is made anew."""
+"""Seconds without a word from the broker after that question, after which the socket is made anew; twice
+as many each time, until a reply comes: on a slow link the words wait behind a large message."""
+
+_SLOW_LINK = 10e6
+"""Bytes per second that a link is taken to have at least."""
 
 _RETRY_AFTER = 0.2
 """Seconds between two tries where the broker cannot take a request yet."""
@@ -95,6 +99,7 @@ class Connection:
         self._introduction = introduction
         self._resting: Set[int] = set()
         self._reached = False  # whether the broker has said anything on this socket
+        self._patience = _REBUILD_AFTER
         self._connect()
 
     def start(self, request: Request) -> None:
@@ -185,10 +190,11 @@ class Connection:
             self._end(request, error=self._timeout_of(request))
         elif request.retry:
             self._send(request)
-        elif self._asked is not None and now >= self._asked + _REBUILD_AFTER:
+        elif self._asked is not None and now >= self._asked + self._patience + self._transfer_s():
             # Not even KNOWN is answered: the connection may be half dead, so make a new one.
             self._socket.close(0)
             self._reached = False
+            self._patience *= 2
             self._connect()
             for other in self.requests.values():
                 self._send(other)
@@ -197,6 +203,10 @@ class Connection:
                 self._asked = now
             request.look_at = min(now + _ASK_AFTER, request.deadline)
             self._send_frames([Header(Op.KNOWN, request_id=request.header.request_id).pack()])
+
+    def _transfer_s(self) -> float:
+        """Seconds that what is open may take on a slow link."""
+        return sum(len(b) for request in self.requests.values() for b in request.buffers) / _SLOW_LINK
 
     def _try_again(self, request: Request, now: float, seconds: float) -> None:
         """Send a request once more after so many seconds."""
@@ -254,6 +264,7 @@ class Connection:
         elif request is None:
             return  # late: an earlier call gave this request up
         elif header.op == Op.REPLY:
+            self._patience = _REBUILD_AFTER
             request.policy_version = header.policy_version
             request.queue_seconds = header.queue_us / 1e6
             request.predict_seconds = header.predict_us / 1e6

@@ -10,9 +10,6 @@ import sys
 import time
 from types import FrameType
 
-_PATIENCE_S = 8
-"""Seconds that a process has to end after the first signal."""
-
 DEATH_PIPE = "ZMQRL_DEATH_PIPE"
 """Environment variable with the file descriptor that `tie_to_launcher` watches."""
 
@@ -21,9 +18,13 @@ class StopSignal:
     """Becomes set at the first SIGTERM or SIGINT; the second SIGINT interrupts whatever runs.
 
     Calling it tells whether it is set, so that it can be passed as `stopping`.
+
+    Args:
+        patience_s: Seconds that the process has to end after the first signal; then the kernel ends it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: int = 8) -> None:
+        self._patience_s = patience_s
         self.reason: str | None = None
         """The name of the signal that came; None before."""
 
@@ -51,7 +52,7 @@ class StopSignal:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
         # What cannot be interrupted, such as a policy that loads, is ended by the kernel.
-        signal.alarm(_PATIENCE_S)
+        signal.alarm(self._patience_s)
 
 
 def tie_to_launcher() -> None:

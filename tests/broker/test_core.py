@@ -311,7 +311,7 @@ def test_one_request_larger_than_the_bound_is_refused():
     client = pool.client("a")
     client.ask(size=4096)
     pool.send()
-    assert client.answers == [("overloaded", 1)]
+    assert client.answers == [("refused", 1)]
     assert pool.holds_nothing()
 
 

@@ -123,6 +123,28 @@ def test_a_worker_that_is_told_to_stop_while_it_loads_ends_within_ten_seconds(fo
     assert time.monotonic() - begin < 10
 
 
+def test_output_held_open_by_a_daemon_delays_the_stop_of_many_children_by_a_second_in_all(
+    folder: Path,
+) -> None:
+    (folder / "daemon.py").write_text(
+        "import subprocess, time\n"
+        "def policy():\n"
+        "    subprocess.Popen(['sleep', '5'], start_new_session=True)\n"
+        "    print('started', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    lines: list[str] = []
+    with Launcher(lambda name, line: lines.append(line)) as launcher:
+        for number in range(5):
+            launcher.start(f"w{number}", ["start-rollout-worker", f"--policy={folder}/daemon.py:policy"])
+        wait_for(lambda: lines.count("started") == 5, "the children")
+        for number in range(5):
+            launcher.kill(f"w{number}")
+        begin = time.monotonic()
+        launcher.stop()
+        assert time.monotonic() - begin < 3.0
+
+
 def test_what_prints_a_line_may_fail_without_stopping_the_child(folder: Path) -> None:
     def fails(name: str, line: str) -> None:
         raise OSError("the terminal is gone")

@@ -151,6 +151,24 @@ def test_episodes_wait_for_a_collector_that_comes_later(folder: Path) -> None:
     collector.close()
 
 
+def test_more_episodes_than_one_report_holds_arrive_in_several(folder: Path) -> None:
+    endpoint = f"ipc://{folder}/report"
+    collector, reporter = Collector(endpoint), Reporter(endpoint)
+    for number in range(20_000):
+        reporter.add(Episode(number, 0, 1.0, 1, True, True))
+    reporter.send(Report("eval-0", 0))
+    arrived: list[int] = []
+
+    def all_arrived() -> bool:
+        arrived.extend(e.env for report in collector.collect(0.1) for e in report.episodes)
+        return len(arrived) >= 20_000
+
+    wait_for(all_arrived, "the episodes")
+    assert arrived == list(range(20_000))
+    reporter.close()
+    collector.close()
+
+
 def test_nonsense_at_the_collector_is_skipped(folder: Path) -> None:
     endpoint = f"ipc://{folder}/report"
     collector, reporter = Collector(endpoint), Reporter(endpoint)

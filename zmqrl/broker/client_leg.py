@@ -120,6 +120,12 @@ class ClientLeg:
                 "ranks to rollout ranks: give PolicyClient a rank and world_size"
             )
         size = sum(len(frame) for frame in message)
+        most = min(pool.options.max_client_bytes, pool.options.max_open_bytes)
+        if size > most:
+            raise DecodeError(
+                f"the request has {size / 2**20:.1f} MiB; broker.max_client_mb and max_queue_mb let "
+                f"{most >> 20} MiB in"
+            )
         if pool.is_full(client, size):
             pool.counters.overloaded += 1
             text = f"{len(pool.requests)} requests with {pool.open_bytes >> 20} MiB are open"

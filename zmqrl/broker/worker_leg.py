@@ -139,7 +139,7 @@ class WorkerLeg:
             pool.notes.append(f"{hello.name} joined (host {hello.host or '?'}, pid {hello.pid})")
         welcome: dict[str, Any] = {"epoch": pool.epoch}
         for other in pool.peers.workers.values():
-            if other.peer != peer and hello.rank is not None and other.rank == hello.rank:
+            if hello.rank is not None and other.rank == hello.rank and other.pid != hello.pid:
                 welcome["warning"] = f"rank {hello.rank} is also that of {other.name} (pid {other.pid})"
         pool.to_workers.append((peer, words.plain(Op.WELCOME, welcome)))
 

@@ -44,6 +44,9 @@ worker makes its socket anew."""
 
 _MAX_TRACEBACK = 8000
 
+_ROOM_FOR_ERROR = 256
+"""Bytes kept for each reply of a batch: it can always be replaced by a short ERROR."""
+
 
 @dataclass(slots=True)
 class _Shard:
@@ -210,15 +213,14 @@ class RolloutWorker:
         self._predict_s = 0.0
         for shards in groups.values():
             replies.update(self._answer(shards))
-        entries, joined = [], 0
+        entries = []
+        room = self._max_message - _ROOM_FOR_ERROR * len(table.entries)
         for entry in table.entries:
             reply = replies[entry.slot]
-            joined += len(reply[0])
-            if joined > self._max_message:
+            if len(reply[0]) > room + _ROOM_FOR_ERROR:
                 text = f"the replies of one batch are larger than {self._max_message >> 20} MiB"
-                header = unpack(reply[0])
-                joined -= len(reply[0])
-                reply = replies[entry.slot] = self._error(entry, header, "policy", text)
+                reply = replies[entry.slot] = self._error(entry, unpack(reply[0]), "policy", text)
+            room -= max(0, len(reply[0]) - _ROOM_FOR_ERROR)
             entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin=b""))
         result = table._replace(entries=entries, predict_us=_microseconds(self._predict_s))
         self._send(join_batch(result, Op.RESULT, [replies[entry.slot] for entry in entries]))

@@ -187,7 +187,7 @@ class _Evaluation:
             return
         self.problems.append(child.cause())
         if env is not None:
-            if env.report is None and child.process.returncode > 0:
+            if env.report is None and child.process.returncode > 0 and not self._stepping():
                 raise StartupFailed(child.cause())
             env.gave_up = child.cause()
             others = "; the others go on" if not all(env.ended() for env in self.envs) else ""

@@ -93,6 +93,7 @@ class Launcher:
         new = [c for c in self.children.values() if not c.ended and c.process.poll() is not None]
         for child in new:
             _end(child)
+        _join_readers(new)  # their last words explain why
         return new
 
     def running(self) -> list[Child]:
@@ -121,6 +122,7 @@ class Launcher:
         _wait_for([*others, *early], begin + _GRACE)
         for child in self.children.values():
             _end(child)
+        _join_readers(list(self.children.values()))
 
     def close(self, first: Sequence[str] = ()) -> None:
         """Stop all children, as `stop` does, and free what they held."""
@@ -169,7 +171,13 @@ def _end(child: Child) -> None:
         child.ended = True
         _signal_group(child, signal.SIGKILL)
         child.process.wait()
-        child.reader.join(1.0)  # its last words explain why
+
+
+def _join_readers(children: Sequence[Child]) -> None:
+    """Wait for the rest of the output; a daemon that left the group may hold a pipe open for ever."""
+    until = time.monotonic() + 1.0
+    for child in children:
+        child.reader.join(max(0.0, until - time.monotonic()))
 
 
 def _signal_group(child: Child, number: signal.Signals) -> None:

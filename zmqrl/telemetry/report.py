@@ -14,6 +14,9 @@ from zmqrl.transport.codec import decode_meta, encode_meta
 _EVERY = 0.5
 """Seconds between two reports of one env worker to its runner."""
 
+_MOST_EPISODES = 2000
+"""Episodes in one report, which must stay below the size that its reader takes."""
+
 _EVERY_ALONE = 10.0
 """The same where there is no runner, and a line of text is all there is."""
 
@@ -109,7 +112,9 @@ class Reporter:
         self._sent = float("-inf")
         self._socket: zmq.Socket[bytes] | None = None
         if endpoint is not None:
-            self._socket = sockets.push(zmq.Context.instance(), endpoint)
+            # A context of its own can be terminated although a simulator holds sockets of its own.
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._socket = sockets.push(self._context, endpoint)
 
     def add(self, episode: Episode) -> None:
         """Note a finished episode for the next report."""
@@ -130,18 +135,23 @@ class Reporter:
         if self._socket is None:
             self._sent = time.monotonic()
             return
-        report.episodes, self._unsent = self._unsent, []
         try:
-            self._socket.send(report.pack(), sockets.NOBLOCK)
-            self._sent = time.monotonic()
+            while True:
+                report.episodes = self._unsent[:_MOST_EPISODES]
+                self._socket.send(report.pack(), sockets.NOBLOCK)
+                self._sent = time.monotonic()
+                del self._unsent[:_MOST_EPISODES]
+                if not self._unsent:
+                    break
         except zmq.Again:
-            self._unsent = report.episodes
+            pass  # the runner is away; the next report has them
         report.episodes = []
 
     def close(self) -> None:
-        """Close the socket; terminating the context then waits up to 2 s for what was sent."""
+        """Close the socket, after up to 2 s in which what was sent is delivered."""
         if self._socket is not None:
             self._socket.close()
+            self._context.term()
 
 
 class Collector:

@@ -33,7 +33,7 @@ LARGE = 4096
 MAX_META_ITEMS = 1 << 20
 """The longest list or map in the meta of a message."""
 
-MAX_META = 8 << 20
+MAX_META = 2 << 20
 """Bytes of the meta of a message: what is not in large arrays. A small message of empty maps unpacks to
 seventy times its size."""
 
