@@ -63,7 +63,7 @@ class Launcher:
         if name in self.children:
             self.kill(name)
             _end(self.children[name])
-            _discard(self.children[name])
+            os.close(self.children[name].pipe)
         theirs, ours = os.pipe()
         os.set_inheritable(theirs, True)
         # One thread a process: N processes of as many threads as there are cores slow each other down.
@@ -128,7 +128,7 @@ class Launcher:
         """Stop all children, as `stop` does, and free what they held."""
         self.stop([name for name in first if name in self.children])
         for child in self.children.values():
-            _discard(child)
+            os.close(child.pipe)
         self.children.clear()
 
     def __enter__(self) -> Launcher:
@@ -139,18 +139,12 @@ class Launcher:
 
     def _read(self, child: Child) -> None:
         assert child.process.stdout is not None
-        for line in child.process.stdout:
-            child.last_lines.append(line.rstrip("\n"))
-            # Whatever becomes of the line, the pipe must be read: the child would block on a full one.
-            with suppress(Exception):
-                self._on_line(child.name, line.rstrip("\n"))
-
-
-def _discard(child: Child) -> None:
-    """Free what the launcher holds of a child that has ended."""
-    os.close(child.pipe)
-    if child.process.stdout is not None and not child.reader.is_alive():
-        child.process.stdout.close()
+        with child.process.stdout as output:
+            for line in output:
+                child.last_lines.append(line.rstrip("\n"))
+                # Whatever becomes of the line, read on: the child would block on a full pipe.
+                with suppress(Exception):
+                    self._on_line(child.name, line.rstrip("\n"))
 
 
 def _terminate(children: Sequence[Child]) -> None:
