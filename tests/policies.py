@@ -42,13 +42,6 @@ class Echo:
         return {"actions": x, "eval": eval_mask.copy(), "rows": np.full(len(x), len(x))}
 
 
-class SlowToLoad(Echo):
-    """Takes a while before it is ready."""
-
-    def load(self) -> None:
-        time.sleep(1.0)
-
-
 class Static(Echo):
     """Writes every result into the same array, as a policy with static buffers does."""
 

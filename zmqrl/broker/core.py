@@ -14,11 +14,10 @@ The rules, in the order in which they matter:
 5.  A READY may cross a dispatch. It names the last batch that its worker received; if READYs a second
     apart do not know the batch that the worker holds, that batch was lost on the way.
 6.  Peers are probed through the ROUTER, which refuses a message to a peer that is gone: workers that
-    hold work, and clients that a barrier waits for, four times a second; the silent ones now and then.
+    hold work, and clients that a barrier waits for, four times a second; idle workers and silent
+    clients now and then.
 7.  Peers that are not known, after a restart of the broker for instance, are told UNKNOWN and register.
-8.  Nothing is unbounded, and nothing is dropped without being counted.
-
-Every message ends up in `to_clients` or `to_workers` for the server to send.
+8.  Queues are bounded, and nothing is dropped without being counted.
 """
 
 from __future__ import annotations
