@@ -172,7 +172,7 @@ def _start_env_worker(options: argparse.Namespace) -> int:
     loaded = config.load(options.config, options.overrides)
     if loaded.env.id is None and loaded.env.factory is None:
         raise ConfigError("no simulator is named: set env.id to a Gymnasium id, or env.factory")
-    _check_rank(options.rank, loaded.env_workers, "env")
+    _check_rank(options.rank, loaded.env_workers(options.mode), "env")
     stop = StopSignal().install()
     worker = EnvWorker(loaded, options.mode, options.rank, stop)
     finished = worker.run()

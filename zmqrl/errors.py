@@ -81,6 +81,22 @@ class EnvironmentFailure(ZmqrlError):
     """Raised when a simulator cannot be made, or fails in reset or step."""
 
 
+class DataError(ZmqrlError):
+    """Raised when a trajectory does not fit the algorithm that should learn from it."""
+
+
+class WeightsError(ZmqrlError):
+    """Raised when weights are damaged, or do not fit the policy that should take them."""
+
+
+class CheckpointError(ZmqrlError):
+    """Raised when a checkpoint is missing, damaged, or of another architecture; names it."""
+
+
+class LearnerUnreachable(ZmqrlError, ConnectionError):
+    """Raised when no learner answered at the endpoint within the timeout."""
+
+
 class StartupFailed(ZmqrlError):
     """Raised when a part of a run does not come up, with its name and the cause."""
 

@@ -38,11 +38,11 @@ from zmqrl.env.conversion import (
     actions_for,
     has_text,
     observation_tree,
-    one_per_row,
     put_row,
 )
 from zmqrl.errors import ConfigError, EnvironmentFailure, ZmqrlError
 from zmqrl.imports import import_object, make_importable
+from zmqrl.trajectory import one_per_row
 
 SeedOf: TypeAlias = Callable[[int], "int | None"]
 Rows: TypeAlias = npt.NDArray[np.bool_]
@@ -265,7 +265,8 @@ class ShardEnv:
         return np.zeros(self.num_envs, np.bool_) if self._reports_success else None
 
     def _per_row(self, what: str, values: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return one_per_row(what, values, self.num_envs, dtype)
+        rows: npt.NDArray[Any] = one_per_row(what, values, self.num_envs, dtype)
+        return rows
 
     def _tree(self, observation: Any) -> Tree:
         return observation_tree(observation, self.num_envs, copy=self._copy)

@@ -95,18 +95,6 @@ def put_row(tree: Tree, row: int, item: Any) -> None:
             put_row(child, row, part)
 
 
-def one_per_row(what: str, values: Any, rows: int, dtype: npt.DTypeLike) -> Array:
-    """Copy `values`, of shape `[N]` or `[N, 1]`, to an array `[N]` of `dtype`.
-
-    Raises:
-        ValueError: They have another shape; `what` names them.
-    """
-    array = np.array(values, dtype=dtype)
-    if array.shape not in ((rows,), (rows, 1)):
-        raise ValueError(f"expected {what} of shape ({rows},), got {array.shape}")
-    return array.reshape(rows)
-
-
 def has_text(space: spaces.Space[Any]) -> bool:
     """Whether text is anywhere in `space`."""
     if isinstance(space, spaces.Dict):

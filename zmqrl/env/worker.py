@@ -111,7 +111,7 @@ class EnvWorker:
             name=self.name,
             mode=mode,
             rank=rank,
-            world_size=config.env_workers,
+            world_size=config.env_workers(mode),
             max_message_mb=config.broker.max_message_mb,
         )
 

@@ -109,7 +109,7 @@ class _Evaluation:
         per_env = config.env.eval.rollout_epoch
         self.envs = [
             EnvView(f"eval-{rank}", config.envs_of("eval", rank) * per_env)
-            for rank in range(config.env_workers)
+            for rank in range(config.env_workers("eval"))
         ]
         self._collector = Collector(config.runner.report)
         self._broker = StatusClient(config.broker.frontend)

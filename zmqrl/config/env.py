@@ -1,0 +1,129 @@
+"""The section `env`: the simulator, and how env workers step it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from zmqrl.config.section import Mode, PositiveSeconds, Seconds, Section
+
+
+class StallConfig(Section):
+    """One env worker that stops once: `rank` sleeps `seconds` at its step `at_step`."""
+
+    rank: int = Field(ge=0)
+    at_step: int = Field(ge=0)
+    seconds: Seconds
+
+
+_DELAY_KEYS: dict[str, set[str]] = {
+    "constant": {"delay"},
+    "uniform": {"low", "high"},
+    "exponential": {"mean"},
+    "gaussian": {"mean", "std"},
+    "tail": {"base", "probability", "extra"},
+}
+
+
+class DelayConfig(Section):
+    """Seconds added to each step and reset of an env worker, to emulate an uneven simulator.
+
+    * `constant`: `delay`
+    * `uniform`: between `low` and `high`
+    * `exponential`: with mean `mean`
+    * `gaussian`: `mean` and `std`, cut off at 0
+    * `tail`: `base`, and with `probability` a further `extra`
+    """
+
+    type: Literal["constant", "uniform", "exponential", "gaussian", "tail"] = "constant"
+    delay: Seconds = 0.0
+    low: Seconds = 0.0
+    high: Seconds = 0.0
+    mean: Seconds = 0.0
+    std: Seconds = 0.0
+    base: Seconds = 0.0
+    probability: float = Field(0.0, ge=0, le=1)
+    extra: Seconds = 0.0
+    seed: int = Field(0, ge=0, description="makes the delays repeatable")
+    per_worker: dict[int, float] = Field(default_factory=dict, description="rank: factor")
+    stall: StallConfig | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_the_keys_of_other_types(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        others = set().union(*_DELAY_KEYS.values()) - _DELAY_KEYS[self.type]
+        return {key: value for key, value in handler(self).items() if key not in others}
+
+    @model_validator(mode="after")
+    def _only_the_keys_of_its_type(self) -> DelayConfig:
+        own = _DELAY_KEYS[self.type]
+        foreign = sorted((self.model_fields_set & set().union(*_DELAY_KEYS.values())) - own)
+        if foreign:
+            raise ValueError(
+                f"type {self.type!r} takes {', '.join(sorted(own))}; it has no {foreign[0]!r}"
+            )
+        if "type" in self.model_fields_set and not self.model_fields_set & own:
+            raise ValueError(f"type {self.type!r} needs {', '.join(sorted(own))}")
+        if self.type == "uniform" and self.high < self.low:
+            raise ValueError(f"high ({self.high:g}) is below low ({self.low:g})")
+        negative = [rank for rank, factor in self.per_worker.items() if rank < 0 or factor < 0]
+        if negative:
+            raise ValueError(f"per_worker: rank {negative[0]} or its factor is negative")
+        return self
+
+
+class EnvModeConfig(Section):
+    """How env workers run in one mode (`env.train` or `env.eval`)."""
+
+    total_num_envs: int | None = Field(
+        None, ge=1, description="over all env workers, shared out evenly; null: one a worker and stage"
+    )
+    rollout_epoch: int = Field(
+        1,
+        ge=1,
+        description="eval: episodes that each env plays; train: trajectories of each shard that make "
+        "a batch of an on-policy algorithm",
+    )
+    max_steps_per_rollout_epoch: int = Field(
+        16, ge=1, le=100_000, description="train: steps in a trajectory"
+    )
+    max_episode_steps: int | None = Field(None, ge=1, description="null: the simulator's own limit")
+    ignore_terminations: bool = Field(False, description="episodes always run to the time limit")
+    use_fixed_reset_state_ids: bool = Field(False, description="the same start states each time")
+    seed: int = Field(0, ge=0, description="of those start states")
+    save_video: bool = Field(False, description="eval: film the first env's first episode (mp4)")
+    delay_sampler: DelayConfig | None = Field(None, description="overrides env.delay_sampler")
+
+
+class EnvConfig(Section):
+    """The simulator and how env workers step it."""
+
+    id: str | None = Field(None, description="Gymnasium id, plain or module:EnvId")
+    factory: str | None = Field(None, description="module:function or file.py:function")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the simulator")
+    vectorization: Literal["sync", "async"] = Field("sync", description="async: a process for each env")
+    autoreset_mode: Literal["disabled", "next_step", "same_step"] = Field(
+        "disabled", description="how an env begins its next episode"
+    )
+    pipeline_stages: int = Field(1, ge=1, le=8, description="groups of envs that are stepped in turn")
+    rescale_actions: bool = Field(False, description="map actions from [-1, 1] to the Box")
+    success_key: str | None = Field(None, description="null: success, then is_success")
+    max_restarts: int = Field(3, ge=0, description="of an env worker whose simulator failed")
+    request_timeout_s: PositiveSeconds = Field(300.0, description="for actions to come")
+    delay_sampler: DelayConfig = DelayConfig()
+    train: EnvModeConfig = EnvModeConfig()
+    eval: EnvModeConfig = EnvModeConfig()
+
+    @model_validator(mode="after")
+    def _one_simulator(self) -> EnvConfig:
+        if self.id is not None and self.factory is not None:
+            raise ValueError("give either id or factory, not both")
+        return self
+
+    def of_mode(self, mode: Mode) -> EnvModeConfig:
+        """The section of `mode`."""
+        return self.train if mode == "train" else self.eval
+
+    def delays_of(self, mode: Mode) -> DelayConfig:
+        """The delay sampler that env workers of `mode` use."""
+        return self.of_mode(mode).delay_sampler or self.delay_sampler
