@@ -11,6 +11,7 @@ from zmqrl import config
 from zmqrl.errors import ConfigError
 
 CONFIGS = sorted((TESTS.parent / "config").glob("*.yaml"))
+LINKS = "cluster.net_emulation."
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -63,6 +64,22 @@ def test_later_overrides_win_over_earlier_ones_and_over_the_file(tmp_path: Path)
         ("env.eval.total_num_envs=3", ["env.eval.total_num_envs is 3", "at least 8"]),
         ("env.eval.rollout_epoch=0", ["env.eval.rollout_epoch"]),
         ("env=3", ["env", "3"]),
+        (f"{LINKS}crossdc_pairs=[{{src: Arm:0, dst: Env:0, delay_ms: 1}}]", ["pairs.0.src", "Arm:0"]),
+        (f"{LINKS}crossdc_pairs=[{{src: Env:x, dst: Env:0, delay_ms: 1}}]", ["pairs.0.src", "Env:0-3"]),
+        (f"{LINKS}crossdc_pairs=[{{src: Env:2-1, dst: Env:0, delay_ms: 1}}]", ["Env:2-1", "backwards"]),
+        (f"{LINKS}crossdc_pairs=[{{src: [], dst: Env:0, delay_ms: 1}}]", ["pairs.0.src", "a list"]),
+        (f"{LINKS}crossdc_pairs=[{{src: Env:1, dst: Env:0, delay_ms: -1}}]", ["0.delay_ms", "-1"]),
+        (f"{LINKS}crossdc_pairs=[{{src: Env:1, dst: Env:0, delay: 1}}]", ["pairs.0", "delay_ms"]),
+        (f"{LINKS}bandwidth_groups=[{{members: Env:0, bandwidth_mbps: 0}}]", ["0.bandwidth_mbps", "0"]),
+        (
+            f"{LINKS}bandwidth_groups=[{{members: [Env:0, Env:0-3], bandwidth_mbps: 1}}]",
+            ["net_emulation", "Env:0-3", "twice"],
+        ),
+        (
+            "cluster.net_emulation={enabled: true, "
+            "crossdc_pairs: [{src: Env:8, dst: Rollout:0, delay_ms: 1}]}",
+            ["Env:8", "only 8 env workers"],
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(

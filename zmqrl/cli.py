@@ -166,7 +166,7 @@ def _start_env_worker(options: argparse.Namespace) -> int:
 
     from zmqrl import config
     from zmqrl.env.worker import EnvWorker
-    from zmqrl.telemetry.metrics import EnvView, episode_metrics, pool_metrics
+    from zmqrl.telemetry.metrics import EnvView, episode_metrics, run_metrics
     from zmqrl.telemetry.table import results
 
     loaded = config.load(options.config, options.overrides)
@@ -179,7 +179,7 @@ def _start_env_worker(options: argparse.Namespace) -> int:
     if loaded.runner.report is None:
         group = "eval" if options.mode == "eval" else "env"
         view = EnvView(worker.name, 0, worker.report, worker.reporter.episodes)
-        metrics = {**episode_metrics([view], group), **pool_metrics([view], {}, 1)}
+        metrics = {**episode_metrics([view], group), **run_metrics([view], {}, 1)}
         own = {key: value for key, value in metrics.items() if not key.startswith(("broker", "rollout"))}
         Console().print(results(own, group))
     if not finished:

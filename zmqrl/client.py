@@ -7,15 +7,16 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 import numpy as np
 
 from zmqrl.connection import Connection, Request
 from zmqrl.errors import ClientClosed, ClientError, ClientInUse, EncodeError
+from zmqrl.recording import Recording
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import encode
-from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, MAX_FRAMES, Header, Op
+from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, MAX_FRAMES, Header, Op, policy_id_of
 from zmqrl.transport.tree import is_row_list, rows_of
 
 
@@ -26,6 +27,18 @@ class Pending:
         self._client = client
         self._connection = connection
         self._request = request
+        self.single = False
+        """Whether the observation had no batch axis of its own."""
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage that it was submitted for."""
+        return self._request.header.stage
+
+    @property
+    def sizes(self) -> Tuple[int, int]:
+        """Bytes of the request and of its reply, without headers; the latter 0 before the reply."""
+        return self._request.size, self._request.reply_size
 
     @property
     def policy_version(self) -> Optional[int]:
@@ -114,9 +127,16 @@ class PolicyClient:
         rank: This env worker's number; normal mode binds requests by it.
         world_size: The number of env workers; normal mode needs it with `rank`.
         max_message_mb: Mebibytes; larger observations are refused before they are sent.
+        learner: Where a learner listens, such as `tcp://127.0.0.1:5759`: what `record` is told goes
+            there.
+        envs: With a learner: the Gymnasium env or vector env; its action space and the way in which it
+            begins the next episode are read from it.
+        action_space: With a learner, in place of `envs`: of one simulator. Episodes are then begun by
+            the caller, who steps no simulator past its end.
+        trajectory_steps: With a learner: steps in a trajectory.
 
     Raises:
-        EndpointError: The endpoint is malformed.
+        EndpointError: An endpoint is malformed.
     """
 
     def __init__(
@@ -129,6 +149,10 @@ class PolicyClient:
         rank: Optional[int] = None,
         world_size: Optional[int] = None,
         max_message_mb: int = sockets.MAX_MESSAGE_MB,
+        learner: Optional[str] = None,
+        envs: Any = None,
+        action_space: Any = None,
+        trajectory_steps: int = 16,
     ) -> None:
         self.endpoint = endpoint or sockets.local_endpoint("frontend")
         self.timeout = _checked_timeout(timeout)
@@ -147,6 +171,17 @@ class PolicyClient:
         self._next_id = 1
         self._closed = False
         self._owner: Optional[int] = None  # the thread that is in a call
+        self._recording: Optional[Recording] = None
+        self._latest: Optional[Pending] = None  # what `record` is about
+        if learner is not None:
+            self._recording = Recording(
+                learner,
+                self.name,
+                self._incarnation,
+                steps=trajectory_steps,
+                action_space=_action_space_of(envs) if envs is not None else action_space,
+                autoreset=_autoreset_of(envs),
+            )
         self._open()
 
     # -- What a user calls
@@ -200,6 +235,8 @@ class PolicyClient:
             ClientError, EncodeError: As `infer`.
         """
         result = self.infer(_with_axis(observation), mode, timeout)
+        if self._latest is not None:
+            self._latest.single = True
         return {key: _without_axis(value) for key, value in result.items()}
 
     def submit(
@@ -209,6 +246,8 @@ class PolicyClient:
         timeout: Optional[float] = None,
         copy: bool = True,
         stage: int = 0,
+        policy: str = "",
+        version: int = 0,
     ) -> Pending:
         """Send a batch of observations without waiting; arguments as for `infer`.
 
@@ -218,9 +257,13 @@ class PolicyClient:
             timeout: Seconds until the request ends in an error; None for the client's own.
             copy: False promises that the arrays do not change until the result is here.
             stage: The pipeline stage, for an env worker that steps several groups of envs in turn.
+            policy: The name of the policy that is asked; empty for the pool's own.
+            version: Of the weights that must answer; 0 for the newest.
 
         Raises:
             EncodeError, ClientInUse, ClientClosed: At once.
+            LearnerUnreachable, LearnerTimeout, LearnerRefused: With a learner, which lets trajectories
+                begin when it wants more: at the latest after `timeout`.
         """
         chosen = self.mode if mode is None else _checked_mode(mode)
         seconds = self.timeout if timeout is None else _checked_timeout(timeout)
@@ -239,7 +282,12 @@ class PolicyClient:
             )
         if not 0 <= stage < 256:
             raise ValueError(f"stage must be in 0 … 255, not {stage!r}")
+        deadline = time.monotonic() + seconds
+        recorded = self._recording is not None and chosen == "train" and not policy
         with self._exclusive() as connection:
+            if self._recording is not None and recorded:
+                self._recording.asked(stage, observation)
+                self._recording.wait_to_begin(stage, deadline)
             header = Header(
                 Op.INFER,
                 flags=FLAG_EVAL if chosen == "eval" else 0,
@@ -248,12 +296,59 @@ class PolicyClient:
                 frames=len(encoded.buffers),
                 rows=rows,
                 signature=encoded.signature,
+                policy_id=policy_id_of(policy),
+                policy_version=version,
             )
             self._next_id += 1
-            deadline = time.monotonic() + seconds
             request = Request(header, encoded.meta, list(encoded.buffers), deadline)
             connection.start(request)
-            return Pending(self, connection, request)
+            pending = Pending(self, connection, request)
+            if recorded:
+                self._latest = pending
+            return pending
+
+    def record(
+        self,
+        reward: Any,
+        terminated: Any,
+        truncated: Any,
+        final_obs: Any = None,
+        valid: Any = None,
+    ) -> None:
+        """Tell the learner what the step with the latest actions gave, for training.
+
+        The loop that calls it:
+
+            obs, info = envs.reset()
+            while True:
+                result = policy.infer(obs)
+                obs, reward, terminated, truncated, info = envs.step(result["actions"])
+                policy.record(reward, terminated, truncated, info.get("final_obs"))
+
+        Args:
+            reward: Numbers `[N]` or `[N, 1]`.
+            terminated: Truth values `[N]` or `[N, 1]`.
+            truncated: The same.
+            final_obs: A tree of `[N, ...]`, or N trees `[...]`: in the rows that are done, the
+                observation in which the episode ended. A vector env that resets in its next step
+                returns it as the next observation, so that None will do.
+            valid: Truth values; False in rows where the step was a reset and no transition. Known
+                without it if `envs` was given.
+
+        Raises:
+            ValueError: A shape is wrong, no learner was named, or `infer` did not come first.
+            ClientError: The latest actions did not come.
+        """
+        if self._recording is None or self._latest is None:
+            raise ValueError("record() needs PolicyClient(learner=…), and infer() before it")
+        pending, self._latest = self._latest, None
+        stage = pending.stage
+        reply = pending.result()
+        if pending.single:
+            reward, terminated, truncated = ([value] for value in (reward, terminated, truncated))
+            final_obs = None if final_obs is None else _with_axis(final_obs)
+        self._recording.answered(stage, reply, pending.policy_version)
+        self._recording.outcome(stage, reward, terminated, truncated, final_obs, valid)
 
     def rest(self, stage: int = 0) -> None:
         """Say that this pipeline stage asks no more for now.
@@ -277,6 +372,8 @@ class PolicyClient:
             return  # the socket is the parent's
         with self._exclusive() as connection:
             self._closed = True
+            if self._recording is not None:
+                self._recording.close()
             connection.close(ClientClosed("the client was closed"))
 
     def __enter__(self) -> PolicyClient:
@@ -331,6 +428,19 @@ def _checked_mode(mode: str) -> str:
     if mode not in ("train", "eval"):
         raise ValueError(f"mode must be 'train' or 'eval', not {mode!r}")
     return mode
+
+
+def _action_space_of(envs: Any) -> Any:
+    """The action space of one simulator, of a vector env or of a single one."""
+    return getattr(envs, "single_action_space", None) or getattr(envs, "action_space", None)
+
+
+def _autoreset_of(envs: Any) -> str:
+    """How a Gymnasium vector env begins the next episode; what is none leaves it to the caller."""
+    if not hasattr(envs, "single_action_space"):
+        return "disabled"
+    mode = getattr(envs, "metadata", {}).get("autoreset_mode")
+    return "next_step" if mode is None else str(getattr(mode, "name", mode)).lower()
 
 
 def _with_axis(tree: Any) -> Any:

@@ -61,6 +61,8 @@ class Request:
         self.meta = meta
         self.buffers = buffers
         self.deadline = deadline
+        self.size = len(meta) + sum(len(buffer) for buffer in buffers)
+        self.reply_size = 0
         self.look_at = 0.0  # when to do something about it if there is no reply
         self.retry = False  # whether it is to be sent again then
         self.kind: Type[ClientError] = PolicyTimeout  # what it ends in when time is up
@@ -268,6 +270,7 @@ class Connection:
             request.policy_version = header.policy_version
             request.queue_seconds = header.queue_us / 1e6
             request.predict_seconds = header.predict_us / 1e6
+            request.reply_size = sum(len(frame) for frame in frames) - HEADER_SIZE
             try:
                 self._end(request, result=decode(first[HEADER_SIZE:], frames[1:]))
             except DecodeError as error:

@@ -69,6 +69,18 @@ class Replaced(ClientError):
     """Raised when another process has taken over this client's name."""
 
 
+class LearnerUnreachable(ClientError, ConnectionError):
+    """Raised when no learner answered at the endpoint within the timeout."""
+
+
+class LearnerTimeout(ClientError, TimeoutError):
+    """Raised when the learner held a new trajectory back until the timeout."""
+
+
+class LearnerRefused(ClientError):
+    """Raised when the learner refuses this client, for its spaces or its name; says why."""
+
+
 class PolicyLoadError(ZmqrlError):
     """Raised when a policy cannot be imported, built or loaded."""
 
@@ -91,10 +103,6 @@ class WeightsError(ZmqrlError):
 
 class CheckpointError(ZmqrlError):
     """Raised when a checkpoint is missing, damaged, or of another architecture; names it."""
-
-
-class LearnerUnreachable(ZmqrlError, ConnectionError):
-    """Raised when no learner answered at the endpoint within the timeout."""
 
 
 class StartupFailed(ZmqrlError):

@@ -139,19 +139,31 @@ class TrajectoryBuilder:
     Args:
         steps: In a trajectory, T.
         origin: Who makes it.
-        copy: Copy observations, because the simulator may overwrite them.
+        copy: Copy observations and replies, because their owner may overwrite them.
+        final_is_next: Where no final observation is told, it is the one that is observed next, as in a
+            vector env that spends the next step on the reset.
     """
 
-    def __init__(self, steps: int, origin: str = "", copy: bool = True) -> None:
+    def __init__(
+        self, steps: int, origin: str = "", copy: bool = True, final_is_next: bool = False
+    ) -> None:
         self.steps = steps
         self.dropped = 0
         """Trajectories given up because of numbers that are not finite."""
         self.problem = ""
         """Which, in words; of the latest one."""
+        self.leave = False
+        """Whether the trajectory that begins has been allowed."""
         self._origin = origin
         self._copy = copy
+        self._final_is_next = final_is_next
         self._segments: list[_Segment] = [_Segment()]
         self._taken: list[Trajectory] = []
+
+    @property
+    def rows(self) -> int:
+        """Rows of the observations noted last, N."""
+        return _rows(self._segments[-1].observations[-1])
 
     @property
     def begins(self) -> bool:
@@ -165,12 +177,14 @@ class TrajectoryBuilder:
         """
         observation = _copied(observation) if self._copy else observation
         segment = self._segments[-1]
-        problem = _not_finite(observation, "observation")
+        problem = not_finite(observation, "observation")
+        self._fill_finals(segment, observation)
         if len(segment.rewards) == self.steps:
             segment.bootstrap = observation
             segment.problem = segment.problem or problem
             segment = _Segment()
             self._segments.append(segment)
+            self.leave = False
             self._finish()
         del segment.observations[len(segment.rewards) :], segment.replies[len(segment.rewards) :]
         del segment.versions[len(segment.rewards) :]
@@ -182,7 +196,7 @@ class TrajectoryBuilder:
         segment = self._segments[-1]
         if len(segment.observations) != len(segment.rewards) + 1:
             return  # a reply that nobody steps with
-        segment.replies.append(reply)
+        segment.replies.append(_copied(reply) if self._copy else reply)
         segment.versions.append(version)
 
     def outcome(
@@ -219,14 +233,12 @@ class TrajectoryBuilder:
         cuts = one_per_row("truncated", truncated, rows, bool) & real
         checked = None if reward is None else self._checked_reward(segment, step, reward, real)
         done = np.flatnonzero(ends | cuts)
-        if len(done) and final_observation is None:
+        if len(done) and final_observation is None and not self._final_is_next:
             raise ValueError(
                 f"row {done[0]} is done, so final_obs must hold the observation that ended its episode"
             )
-        finals = [_copied(_row(final_observation, int(row))) for row in done]
-        for final in finals:
-            segment.problem = segment.problem or _not_finite(final, "final observation")
-        segment.finals.extend(finals)
+        if final_observation is not None:
+            self._add_finals(segment, final_observation, done)
         segment.final_index.extend([step, int(row)] for row in done)
         segment.rewards.append(checked)
         segment.terminated.append(ends)
@@ -248,6 +260,17 @@ class TrajectoryBuilder:
         """The trajectories that are complete."""
         taken, self._taken = self._taken, []
         return taken
+
+    def _add_finals(self, segment: _Segment, tree: Any, rows: Any) -> None:
+        for row in rows:
+            final = _copied(_row(tree, int(row)))
+            segment.problem = segment.problem or not_finite(final, "final observation")
+            segment.finals.append(final)
+
+    def _fill_finals(self, segment: _Segment, observation: Any) -> None:
+        """Take final observations that were not told from the observation that followed."""
+        missing = segment.final_index[len(segment.finals) :]
+        self._add_finals(segment, observation, [row for _, row in missing])
 
     def _checked_reward(self, segment: _Segment, step: int, reward: Any, valid: Any) -> np.ndarray:
         checked = np.where(valid, one_per_row("reward", reward, len(valid), np.float32), 0)
@@ -376,8 +399,13 @@ def _check_axes(tree: Any, axes: Any, path: str) -> None:
         raise DecodeError(f"{path} has shape {list(tree.shape)}, which does not begin with {list(axes)}")
 
 
-def _not_finite(tree: Any, path: str) -> str:
-    """Names the first number in `tree` that is not finite; empty if all are."""
+def not_finite(tree: Any, path: str) -> str:
+    """The first number in `tree` that is not finite, in words; empty if all are.
+
+    Args:
+        tree: Of arrays `[N, ...]`.
+        path: What to call it.
+    """
     for key, leaf in leaves(tree):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc" and not np.isfinite(leaf).all():
             at = np.argwhere(~np.isfinite(leaf))[0]

@@ -13,6 +13,7 @@ from zmqrl.transport.header import (
     Header,
     Op,
     join_batch,
+    policy_id_of,
     split_batch,
     unpack,
     unpack_table,
@@ -133,7 +134,7 @@ class FakeClient:
     def hello(self, **fields):
         self.send(plain(Op.HELLO, name=self.name, **fields))
 
-    def request(self, request_id, rows=1, size=2, budget=600.0, **header):
+    def request(self, request_id, rows=1, size=2, budget=600.0, policy="", **header):
         """The frames of an INFER message; 1024 float32 or more become a frame of their own."""
         obs = np.full((rows, size), request_id, np.float32)
         encoded = encode({"who": [self.name, request_id], "obs": obs})
@@ -145,6 +146,7 @@ class FakeClient:
             frames=len(encoded.buffers),
             rows=rows,
             budget_ms=round(budget * 1000),
+            policy_id=policy_id_of(policy),
             signature=encoded.signature,
         )
         return [head._replace(**header).pack() + encoded.meta, *encoded.buffers]
@@ -248,6 +250,7 @@ class Pool:
         self.lose_batches_to = set()
         """Workers whose next batch gets lost on the way."""
         self.lost_batches = []
+        """Those batches, each with the worker that it was for."""
 
     def _new(self, kind, name, leg):
         peer = f"{leg}{len(self.peers)}-{name}".encode()
@@ -312,7 +315,7 @@ class Pool:
                 lost_workers.append(peer)
             elif is_batch and peer in self.lose_batches_to:
                 self.lose_batches_to.discard(peer)
-                self.lost_batches.append(ReceivedBatch(frames))
+                self.lost_batches.append((self.peers[peer], ReceivedBatch(frames)))
             elif is_batch:
                 self.peers[peer].batches.append(ReceivedBatch(frames))
             elif unpack(frames[0]).op != Op.PROBE:

@@ -9,10 +9,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, Header, Op, join_batch
+from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, Header, Op, join_batch, policy_id_of
 
 MOST_CLIENTS = 5
-MOST_WORKERS = 4
+MOST_WORKERS = 5
+POLICIES = ["", "reward"]
+POLICY = st.sampled_from(["", "", "reward"])
 ATTEMPT_TIMEOUT = 2.0
 DRAINED_WITHIN = 90.0
 STALLED_AFTER = 8.0
@@ -23,6 +25,7 @@ STALLED_AFTER = 8.0
 class Owed:
     """A request that its client waits for."""
 
+    policy: str
     eval: bool
     stage: int
     deadline: float
@@ -42,6 +45,7 @@ class ModelClient:
 @dataclass
 class ModelWorker:
     fake: FakeWorker
+    policy: str = ""
     seen: int = 0
     """Batches looked at."""
     number: int = 0
@@ -77,6 +81,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.paused = 0.0
         self.all_clients = []
         self.workers = []
+        self.served = {}
+        """What each worker, those that are gone as well, serves."""
 
     @property
     def now(self):
@@ -124,16 +130,19 @@ class PoolMachine(RuleBasedStateMachine):
         size=st.sampled_from([2, 4096]),
         is_eval=st.booleans(),
         stage=st.integers(0, 1),
+        policy=POLICY,
         budget=st.sampled_from([600.0, 600.0, 600.0, 2.0, 0.25]),
     )
-    def client_asks(self, pick, count, rows, size, is_eval, stage, budget):
+    def client_asks(self, pick, count, rows, size, is_eval, stage, policy, budget):
         client = self.client(pick)
+        request = {"rows": rows, "size": size, "eval": is_eval, "stage": stage, "policy": policy}
         for _ in range(count):
             before = self.pool.counters["overloaded"]
-            request_id = client.fake.ask(rows=rows, size=size, eval=is_eval, stage=stage, budget=budget)
+            request_id = client.fake.ask(**request, budget=budget)
             if self.pool.counters["overloaded"] == before:
-                client.owed[request_id] = Owed(is_eval, stage, self.now + budget)
-                client.modes[stage] = is_eval
+                client.owed[request_id] = Owed(policy, is_eval, stage, self.now + budget)
+                if not policy:
+                    client.modes[stage] = is_eval
             else:
                 self.pool.send()
                 assert client.fake.inbox.pop().code == "overloaded"
@@ -170,10 +179,12 @@ class PoolMachine(RuleBasedStateMachine):
     # -- Workers
 
     @precondition(lambda self: len(self.workers) < MOST_WORKERS)
-    @rule(rank=st.integers(0, 2), ready=st.booleans())
-    def worker_joins(self, rank, ready):
-        fake = self.pool.worker(f"w{rank}", ready=ready, rank=rank, world_size=3)
-        self.workers.append(ModelWorker(fake, free=ready))
+    @rule(rank=st.integers(0, 2), policy=POLICY, ready=st.booleans())
+    def worker_joins(self, rank, policy, ready):
+        hello = {"policy": policy, "rank": rank, "world_size": 3}
+        fake = self.pool.worker(f"w{policy}{rank}", ready=ready, **hello)
+        self.served[fake.peer] = policy
+        self.workers.append(ModelWorker(fake, policy, free=ready))
 
     def says_ready(self, worker):
         worker.holding, worker.free = None, True
@@ -245,7 +256,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def worker_registers_again(self, pick):
         worker = self.some(pick, self.workers)
-        worker.fake.hello(rank=0, world_size=3)
+        worker.fake.hello(policy=worker.policy, rank=0, world_size=3)
         worker.number = 0
         self.says_ready(worker)
 
@@ -273,9 +284,12 @@ class PoolMachine(RuleBasedStateMachine):
     def turn(self, seconds):
         waiting_clients = len(self.pool.status["clients"])
         self.pool.turn(seconds)
-        stuck = sum(w["state"] == "stuck" for w in self.pool.status["workers"])
-        live = max(1, len(self.pool.status["workers"]) - stuck)
-        self.cap = self.queue_size or max(1, -(-waiting_clients // live))
+        live = [w["policy"] for w in self.pool.status["workers"] if w["state"] != "stuck"]
+        # A named policy counts only those who have asked for it, so this is more than its cap.
+        self.caps = {
+            policy: self.queue_size or max(1, -(-waiting_clients // max(1, live.count(policy))))
+            for policy in POLICIES
+        }
         self.collect()
 
     def collect(self):
@@ -284,8 +298,8 @@ class PoolMachine(RuleBasedStateMachine):
         for client in self.all_clients:
             for message in client.fake.take():
                 self.check_answer(client, message)
-        for batch in self.pool.lost_batches:
-            self.check_batch(batch)
+        for fake, batch in self.pool.lost_batches:
+            self.check_batch(self.served[fake.peer], batch)
         self.pool.lost_batches.clear()
         for worker in self.workers:
             for batch in worker.fake.batches[worker.seen :]:
@@ -294,7 +308,7 @@ class PoolMachine(RuleBasedStateMachine):
                 worker.seen += 1
                 worker.number, worker.free, worker.holding = batch.number, False, batch
                 worker.may_cross_until = self.now + 1.0
-                self.check_batch(batch)
+                self.check_batch(worker.policy, batch)
         names = {row["name"] for row in self.pool.status["clients"]}
         for client in self.all_clients:
             gone = client.fake.peer in self.pool.gone
@@ -318,8 +332,9 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             assert message.code == "policy"
 
-    def check_batch(self, batch):
+    def check_batch(self, policy, batch):
         assert len(batch)
+        assert {header.policy_id for header in batch.headers} == {policy_id_of(policy)}
         assert not self.max_rows or batch.rows <= self.max_rows or len(batch) == 1
         by_peer = {client.fake.peer: client for client in self.all_clients}
         seen = set()
@@ -333,8 +348,8 @@ class PoolMachine(RuleBasedStateMachine):
                 assert len(batch) == 1, "the last attempt did not go alone"
             seen.add((entry.origin, header.request_id))
         assert len(seen) == len(batch)
-        if self.decoupled:
-            assert len(batch) <= self.cap
+        if self.decoupled or policy:
+            assert len(batch) <= self.caps[policy]
         else:
             assert len({(h.flags & FLAG_EVAL, h.stage) for h in batch.headers}) == 1
 
@@ -351,7 +366,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert {row["name"]: row["open_requests"] for row in status["clients"]} == {
             client.fake.name: len(client.owed) for client in registered
         }
-        assert status["open_requests"] == sum(len(client.owed) for client in registered)
+        owed = [owed.policy for client in registered for owed in client.owed.values()]
+        assert status["open_requests"] == len(owed)
+        unnamed = {str(policy_id_of(policy)): policy for policy in POLICIES}
+        waiting = {unnamed.get(name, name): count for name, count in status["queues"].items()}
+        assert waiting.keys() == {"", *owed, *(worker["policy"] for worker in status["workers"])}
+        assert all(count <= owed.count(policy) for policy, count in waiting.items())
 
     # -- The end
 
@@ -362,8 +382,9 @@ class PoolMachine(RuleBasedStateMachine):
         pool = self.pool
         pool.lose_batches_to.clear()
         stuck = [worker for worker in self.workers if worker.holding]
-        fake = pool.worker("saviour", ready=False)
-        self.workers.append(ModelWorker(fake))
+        for policy in POLICIES:
+            fake = pool.worker(f"{policy} saviour", ready=False, policy=policy)
+            self.workers.append(ModelWorker(fake, policy))
         begin = progress = self.now
         before = None
         while any(client.owed for client in self.all_clients):
@@ -384,12 +405,18 @@ class PoolMachine(RuleBasedStateMachine):
                 progress = self.now
         self.each_request_is_accounted_for()
         assert pool.holds_nothing()
+        for worker in self.workers:
+            worker.fake.lose()
+        pool.wait(4.0)  # for those who have vanished before
+        assert pool.status["queues"] == {"": 0}
 
     def somebody_leaves(self):
         """Normal mode: a barrier may wait for an env that has no more to ask for."""
         assert not self.decoupled, "a request waits although a worker is idle"
+        owed = [o for client in self.clients for o in client.owed.values()]
+        assert not any(o.policy for o in owed), "a barrier holds up a named policy"
         missing = []
-        for group in {(o.eval, o.stage) for client in self.clients for o in client.owed.values()}:
+        for group in {(o.eval, o.stage) for o in owed}:
             missing.append([client for client in self.clients if _is_waited_for(client, *group)])
         assert all(missing), "an open barrier was passed over"
         self.forgotten(missing[0][0])
@@ -397,7 +424,8 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def _is_waited_for(client, is_eval, stage):
-    asks = any((o.eval, o.stage) == (is_eval, stage) for o in client.owed.values())
+    group = ("", is_eval, stage)
+    asks = any((o.policy, o.eval, o.stage) == group for o in client.owed.values())
     announced = client.hello["mode"] == "eval" if stage == 0 else None
     return client.modes.get(stage, announced) is is_eval and not asks
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from zmqrl.errors import DecodeError
 from zmqrl.telemetry.jsonl import JsonLines
 from zmqrl.telemetry.live import LiveLine
-from zmqrl.telemetry.metrics import EnvView, bottleneck, episode_metrics, pool_metrics
-from zmqrl.telemetry.report import Collector, EnvTotals, Episode, Report, Reporter
+from zmqrl.telemetry.metrics import EnvView, bottleneck, episode_metrics, run_metrics
+from zmqrl.telemetry.report import Collector, EnvTotals, Episode, Report, Reporter, unpack
 from zmqrl.telemetry.table import summary
 
 
@@ -53,7 +53,7 @@ def test_steps_a_second_count_from_the_first_request_to_the_last_step_of_all() -
     early, late = view("a", [], 0, env_steps=300), view("b", [], 0, env_steps=700)
     assert late.report is not None
     late.report.began, late.report.ended = 15.0, 30.0
-    metrics = pool_metrics([early, late], {}, 1)
+    metrics = run_metrics([early, late], {}, 1)
     assert metrics["env_steps_per_s"] == 1000 / 20
 
 
@@ -72,7 +72,7 @@ def test_times_are_means_of_one_call() -> None:
         queue_s=2.0,
         predict_s=0.8,
     )
-    metrics = pool_metrics([env], {}, 1)
+    metrics = run_metrics([env], {}, 1)
     assert metrics["time/env/step"] == pytest.approx(0.3)
     assert metrics["time/env/reset"] == pytest.approx(0.25)
     assert metrics["time/env/wait"] == pytest.approx(0.5)
@@ -107,7 +107,7 @@ def test_the_tables_name_lost_workers_missing_episodes_and_the_limit() -> None:
     gone.gave_up = "was killed"
     envs = [view("eval-0", [episode(0, 1.0, 10, True, True)], 1, env_steps=10, step_s=5.0), gone]
     screen = io.StringIO()
-    metrics = {**episode_metrics(envs), **pool_metrics(envs, status, 2)}
+    metrics = {**episode_metrics(envs), **run_metrics(envs, status, 2)}
     Console(file=screen, width=120).print(summary(metrics, envs, status))
     for words in ("rollout-0 (lost)", "eval-1 (lost)", "0 of 4", "Limited by env", "100.0%", "2.00"):
         assert words in screen.getvalue()
@@ -185,7 +185,7 @@ def test_nonsense_at_the_collector_is_skipped(folder: Path) -> None:
 
 def test_a_report_with_wrong_fields_is_refused() -> None:
     with pytest.raises(DecodeError):
-        Report.unpack(b"\x81\xa4name\xa1x")
+        unpack(b"\x81\xa4name\xa1x")
 
 
 def test_json_lines_are_on_disk_one_record_a_line(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class ClientLeg:
             DecodeError: It is not valid, or not allowed; saying why.
         """
         pool = self._pool
-        client = pool.peers.clients.get(peer)
+        client = pool.clients.get(peer)
         op, request_id = header.op, header.request_id
         if op == Op.HELLO:
             self._hello(peer, client, decode_meta(message[0][HEADER_SIZE:]))
@@ -62,8 +62,8 @@ class ClientLeg:
         pool = self._pool
         for request in list(client.requests.values()):
             pool.cancel(request)
-        del pool.peers.clients[client.peer]
-        pool.peers.changes += 1
+        pool.policies.forget_client(client)
+        del pool.clients[client.peer]
         if pool.names.get(client.name) is client:
             del pool.names[client.name]
 
@@ -85,8 +85,8 @@ class ClientLeg:
                 heard=pool.now,
                 eval=hello.eval,
             )
-            pool.peers.clients[peer] = pool.names[hello.name] = client
-            pool.peers.changes += 1
+            pool.clients[peer] = pool.names[hello.name] = client
+            pool.policies.default.peers.add_client(client)
         pool.to_clients.append((peer, words.plain(Op.WELCOME, {"epoch": pool.epoch})))
 
     def _takes_the_name(self, peer: bytes, hello: Introduction) -> bool:
@@ -112,9 +112,7 @@ class ClientLeg:
         if header.request_id in client.requests:
             pool.counters.duplicates += 1
             return
-        if header.policy_id != 0:
-            raise DecodeError(f"no worker serves the policy {header.policy_id}")
-        if not pool.options.decoupled and client.rank is None:
+        if not pool.options.decoupled and header.policy_id == 0 and client.rank is None:
             raise DecodeError(
                 "the pool runs in normal mode (runner.enable_decoupled_mode is false), which binds env "
                 "ranks to rollout ranks: give PolicyClient a rank and world_size"

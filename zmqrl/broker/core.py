@@ -5,12 +5,13 @@ The rules, in the order in which they matter:
 1.  A request is the broker's until it is answered. Each one accepted ends in exactly one of: a reply,
     an ERROR, or the loss or the word of its client.
 2.  Late binding: a worker is given a batch only when it says that it is idle, and then the oldest
-    requests first. READY says so, and RESULT says so with the results.
+    requests for the policy that it serves. READY says so, and RESULT says so with the results. The
+    policies share nothing but the bounds of rule 8: none waits for another.
 3.  A reply counts only from the worker that holds the request's current batch. It goes to the client
     that the *broker* noted for the slot; a worker cannot name another.
-4.  Worker lost, or its batch older than the attempt timeout: its requests return to the head of the
-    queue, with a line in their history. A request whose history has `max_attempts` lines ends in an
-    ERROR that tells it; its last attempt goes alone.
+4.  Worker lost, or its batch older than the attempt timeout: its requests return to the head of
+    their queue, with a line in their history. A request whose history has `max_attempts` lines ends in
+    an ERROR that tells it; its last attempt goes alone.
 5.  A READY may cross a dispatch. It names the last batch that its worker received; if READYs a second
     apart do not know the batch that the worker holds, that batch was lost on the way.
 6.  Peers are probed through the ROUTER, which refuses a message to a peer that is gone: workers that
@@ -28,7 +29,7 @@ from typing import Any
 from zmqrl.broker import pool as words
 from zmqrl.broker.client_leg import ClientLeg
 from zmqrl.broker.pool import Options, Pool
-from zmqrl.broker.records import Counters, Worker
+from zmqrl.broker.records import Client, Counters, Worker
 from zmqrl.broker.worker_leg import WorkerLeg
 from zmqrl.errors import DecodeError
 from zmqrl.transport.header import MAX_FRAMES, Header, Op, op_of, request_id_of, unpack
@@ -88,34 +89,37 @@ class Broker:
             if pool.now >= request.deadline:
                 pool.fail(request, words.error("deadline", pool.explain(request), request.request_id))
         limit = pool.options.attempt_timeout
-        for worker in list(pool.peers.workers.values()):
+        for worker in list(pool.workers.values()):
             if worker.batch is not None and pool.now >= worker.batch.sent + limit:
                 self._workers.quarantine(worker, f"held it for {limit:g} s (rollout.attempt_timeout_s),")
         self._probe()
 
     def timeout(self) -> float:
         """Seconds after which `tick` and `dispatch` want to be called again."""
-        wake = self._pool.schedule.wake_at()
-        if wake is None or wake <= self._pool.now or not self._pool.idle:
-            return TICK
-        return min(wake - self._pool.now, TICK)
+        pool = self._pool
+        wake = pool.policies.wake_at(pool.idle.values(), pool.now)
+        return TICK if wake is None else min(wake - pool.now, TICK)
 
     def _probe(self) -> None:
         pool = self._pool
         probe = [Header(Op.PROBE).pack()]
-        for worker in pool.peers.workers.values():
+        for worker in pool.workers.values():
             busy = worker.batch is not None and pool.now >= worker.batch.sent + _PROBE_BUSY_AFTER
             # Idle workers are probed although they speak: it tells them that the broker is there.
             if busy or pool.now >= worker.probed + _PROBE_SILENT_AFTER:
                 worker.probed = pool.now
                 pool.to_workers.append((worker.peer, probe))
-        for client in pool.peers.clients.values():
+        for client in pool.clients.values():
             silent = _PROBE_SILENT_AFTER
-            if not pool.options.decoupled and not client.requests:
+            if not pool.options.decoupled and not self._asks_for_default(client):
                 silent = _PROBE_BUSY_AFTER  # a barrier may be waiting for it
             if pool.now >= max(client.heard, client.probed) + silent:
                 client.probed = pool.now
                 pool.to_clients.append((client.peer, probe))
+
+    def _asks_for_default(self, client: Client) -> bool:
+        default = self._pool.policies.default
+        return any(request.policy is default for request in client.requests.values())
 
     # -- What arrives
 
@@ -170,21 +174,21 @@ class Broker:
 
     def client_unreachable(self, peer: bytes) -> None:
         """The frontend could not deliver: the client is gone."""
-        client = self._pool.peers.clients.get(peer)
+        client = self._pool.clients.get(peer)
         if client is not None:
             self.counters.lost_clients += 1
             self._clients.forget(client)
 
     def worker_unreachable(self, peer: bytes) -> None:
         """The backend could not deliver: the worker is gone."""
-        worker = self._pool.peers.workers.get(peer)
+        worker = self._pool.workers.get(peer)
         if worker is not None:
             self.counters.lost_workers += 1
             self._workers.forget(worker, "was lost")
 
     def undelivered(self, peer: bytes) -> None:
         """The backend could not take the batch for `peer`; its requests wait on, none the worse."""
-        worker = self._pool.peers.workers.get(peer)
+        worker = self._pool.workers.get(peer)
         if worker is not None:
             self._workers.take_back(worker, None)
 
@@ -206,16 +210,18 @@ class Broker:
             "counters": asdict(pool.counters),
             "open_requests": len(pool.requests),
             "open_bytes": pool.open_bytes,
+            "queues": pool.policies.waiting(),
             "workers": [
                 {
                     "name": worker.name,
+                    "policy": worker.policy.name,
                     "host": worker.host,
                     "pid": worker.pid,
                     "state": _state_of(worker),
                     "state_s": pool.now - worker.changed,
                     "shards": 0 if worker.batch is None else len(worker.batch.requests),
                 }
-                for worker in pool.peers.workers.values()
+                for worker in pool.workers.values()
             ],
             "totals": {name: asdict(totals) for name, totals in pool.totals.items()},
             "clients": [
@@ -226,7 +232,7 @@ class Broker:
                     "open_requests": len(client.requests),
                     "silent_s": pool.now - client.heard,
                 }
-                for client in pool.peers.clients.values()
+                for client in pool.clients.values()
             ],
         }
 

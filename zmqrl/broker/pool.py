@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from zmqrl.broker.policies import Policies, Policy
 from zmqrl.broker.records import Client, Counters, Request, State, Worker, WorkerTotals
-from zmqrl.broker.scheduling import FixedRanks, Limits, Peers, Schedule, SharedQueue
+from zmqrl.broker.scheduling import Limits
 from zmqrl.transport.codec import encode_meta
 from zmqrl.transport.header import FLAG_EVAL, Header, Op
 
@@ -41,7 +42,8 @@ class Pool:
         self.epoch = epoch
         self.now = now
         self.counters = Counters()
-        self.peers = Peers()
+        self.clients: dict[bytes, Client] = {}
+        self.workers: dict[bytes, Worker] = {}
         self.names: dict[str, Client] = {}
         self.requests: dict[int, Request] = {}
         """The open requests by slot."""
@@ -54,8 +56,7 @@ class Pool:
         self.to_workers: list[tuple[bytes, list[Any]]] = []
         self.notes: list[str] = []
         """What a person who watches the broker wants to read."""
-        schedule = SharedQueue if options.decoupled else FixedRanks
-        self.schedule: Schedule = schedule(self.peers, options.limits)
+        self.policies = Policies(options.decoupled, options.limits)
         self._next_slot = 1
 
     # -- Requests: each one that is opened is closed once, in one of three ways
@@ -74,6 +75,7 @@ class Pool:
         request = Request(
             self._next_slot,
             client,
+            self.policies.asked_by(client, header.policy_id),
             header.request_id,
             message,
             size,
@@ -88,9 +90,8 @@ class Pool:
         self.open_bytes += size
         client.open_bytes += size
         client.requests[request.request_id] = request
-        client.modes[request.stage] = request.eval
         self.counters.requests += 1
-        self.schedule.add(request)
+        request.policy.schedule.add(request)
 
     def answer(self, request: Request, reply: list[Any], queue_s: float) -> None:
         """Close a request with the policy's reply."""
@@ -112,7 +113,8 @@ class Pool:
 
     def _close(self, request: Request) -> None:
         if request.state is State.WAITING:
-            self.schedule.remove(request)
+            request.policy.schedule.remove(request)
+            self.policies.forget_unused(request.policy)  # one that runs has a worker
         request.state = State.CLOSED
         request.message = []
         self.open_bytes -= request.size
@@ -123,9 +125,17 @@ class Pool:
     def explain(self, request: Request) -> str:
         """Where a request is, for its client to read."""
         waited = self.now - request.arrived
-        workers = len(self.peers.workers)
-        text = f"{request.state.value} for {waited:.1f} s, {workers} rollout workers connected"
+        text = f"{request.state.value} for {waited:.1f} s, {self._who_serves(request.policy)}"
         return "; ".join([text, *request.history])
+
+    def _who_serves(self, policy: Policy) -> str:
+        count = len(policy.peers.workers)
+        others = len(self.workers) - count
+        if policy is self.policies.default and not others:
+            return f"{count} rollout workers connected"
+        few = {0: "no rollout worker serves", 1: "1 rollout worker serves"}
+        who = few.get(count, f"{count} rollout workers serve")
+        return f"{who} {policy} ({others} {'serves' if others == 1 else 'serve'} others)"
 
 
 def plain(op: Op, fields: dict[str, Any], request_id: int = 0) -> list[Any]:

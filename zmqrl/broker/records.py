@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zmqrl.errors import DecodeError
+
+if TYPE_CHECKING:
+    from zmqrl.broker.policies import Policy
 
 
 class State(Enum):
@@ -37,7 +40,8 @@ class Client:
     """Its open requests by request id."""
     open_bytes: int = 0
     modes: dict[int, bool | None] = field(default_factory=dict)
-    """Per pipeline stage, whether its latest request was an eval one; None while the stage rests."""
+    """Normal mode: per pipeline stage, whether its latest request for the default policy was an eval
+    one; None while the stage rests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +50,7 @@ class Request:
 
     slot: int
     client: Client
+    policy: Policy
     request_id: int
     message: list[Any]
     """Its frames, forwarded as they are: header and meta as bytes, then the large buffers."""
@@ -91,6 +96,7 @@ class Worker:
 
     peer: bytes
     name: str
+    policy: Policy
     rank: int | None
     world_size: int | None
     host: str
@@ -119,6 +125,8 @@ class Introduction:
     host: str
     pid: int
     eval: bool
+    policy: str
+    """What a worker serves; "" is the default policy."""
 
     @classmethod
     def of(cls, fields: dict[str, Any], role: str) -> Introduction:
@@ -143,6 +151,9 @@ class Introduction:
         mode = fields.get("mode", "train")
         if mode not in ("train", "eval"):
             raise DecodeError("HELLO: mode must be train or eval")
+        policy = fields.get("policy", "")
+        if not isinstance(policy, str) or len(policy) > 100:
+            raise DecodeError("HELLO: policy must be a str of at most 100 characters")
         numbers = {}
         for key in ("incarnation", "pid"):
             numbers[key] = fields.get(key, 0)
@@ -156,7 +167,16 @@ class Introduction:
                 raise DecodeError(f"HELLO: {key} must be a number of at least 0")
         if rank is not None and rank >= world_size:
             raise DecodeError(f"HELLO: rank {rank} is not below world_size {world_size}")
-        return cls(name, numbers["incarnation"], rank, world_size, host, numbers["pid"], mode == "eval")
+        return cls(
+            name,
+            numbers["incarnation"],
+            rank,
+            world_size,
+            host,
+            numbers["pid"],
+            mode == "eval",
+            policy,
+        )
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ class Limits:
     """What bounds a batch."""
 
     queue_size: int = 0
-    """Shards; 0 means ceil(clients / workers), counted from those connected now."""
+    """Shards; 0 means ceil(clients / workers) of a policy, counted from those connected now."""
     max_rows: int = 0
     """Rows; 0 means no limit."""
     max_wait: float = 0.0
@@ -27,12 +27,32 @@ class Limits:
 
 @dataclass(slots=True)
 class Peers:
-    """Who is connected."""
+    """Who takes part in a policy: the workers that serve it, and the clients that ask for it."""
 
     clients: dict[bytes, Client] = field(default_factory=dict)
     workers: dict[bytes, Worker] = field(default_factory=dict)
     changes: int = 0
     """Counts every arrival, departure and quarantine."""
+
+    def add_client(self, client: Client) -> None:
+        """A client has come."""
+        self.clients[client.peer] = client
+        self.changes += 1
+
+    def remove_client(self, client: Client) -> None:
+        """A client has gone, if it ever was here."""
+        if self.clients.pop(client.peer, None) is not None:
+            self.changes += 1
+
+    def add_worker(self, worker: Worker) -> None:
+        """A worker has come."""
+        self.workers[worker.peer] = worker
+        self.changes += 1
+
+    def remove_worker(self, worker: Worker) -> None:
+        """A worker has gone."""
+        del self.workers[worker.peer]
+        self.changes += 1
 
     def live_workers(self) -> list[Worker]:
         """The workers that can be given work, now or when their batch is done."""
@@ -40,7 +60,10 @@ class Peers:
 
 
 class Schedule(Protocol):
-    """Holds the waiting requests, and makes the batch for a worker that is idle."""
+    """Holds the waiting requests of a policy, and makes the batch for a worker of it that is idle."""
+
+    def __len__(self) -> int:
+        """The number of waiting requests."""
 
     def add(self, request: Request) -> None:
         """Take in a new request."""
@@ -123,7 +146,7 @@ def _fill(
 
 
 class SharedQueue:
-    """Decoupled mode: whoever is idle takes the oldest requests, up to a cap.
+    """Decoupled mode, and named policies: whoever is idle takes the oldest requests, up to a cap.
 
     The cap is never a requirement: a batch does not wait for a request that has not come.
     """
@@ -135,6 +158,9 @@ class SharedQueue:
         self.add = self._queue.add
         self.put_back = self._queue.put_back
         self.remove = self._queue.remove
+
+    def __len__(self) -> int:
+        return len(self._queue)
 
     def cap(self) -> int:
         """The most shards in a batch now."""
@@ -156,9 +182,7 @@ class SharedQueue:
     def wake_at(self) -> float | None:
         """When the partial batch that is held open must leave."""
         oldest = self._queue.oldest()
-        if oldest is None or not self._limits.max_wait:
-            return None
-        return oldest.arrived + self._limits.max_wait
+        return None if oldest is None else oldest.arrived + self._limits.max_wait
 
     def _is_held_open(self, oldest: Request, now: float) -> bool:
         if oldest.history or now >= oldest.arrived + self._limits.max_wait:
@@ -182,8 +206,12 @@ class FixedRanks:
         self._bound: dict[bytes, Worker | None] = {}
         self._bound_at = -1
 
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._groups.values())
+
     def add(self, request: Request) -> None:
-        """Take in a new request."""
+        """Take in a new request, which tells what its client is busy with."""
+        request.client.modes[request.stage] = request.eval
         self._group(request).add(request)
 
     def put_back(self, requests: list[Request]) -> None:

@@ -45,7 +45,7 @@ class WorkerLeg:
         Raises:
             DecodeError: It is not valid; what it would have answered runs again.
         """
-        worker = self._pool.peers.workers.get(peer)
+        worker = self._pool.workers.get(peer)
         if header.op == Op.HELLO:
             self._hello(peer, worker, decode_meta(message[0][HEADER_SIZE:]))
         elif worker is None:
@@ -66,21 +66,23 @@ class WorkerLeg:
 
     def forget(self, worker: Worker, why: str | None) -> None:
         """A worker has left or was lost: what it holds runs elsewhere; `why` as in `take_back`."""
-        self._pool.notes.append(f"{worker.name} {why or 'left'}")
+        pool, policy = self._pool, worker.policy
+        pool.notes.append(f"{worker.name} {why or 'left'}")
         self.take_back(worker, why)
-        self._pool.idle.pop(worker.peer, None)
-        del self._pool.peers.workers[worker.peer]
-        self._pool.peers.changes += 1
+        pool.idle.pop(worker.peer, None)
+        del pool.workers[worker.peer]
+        policy.peers.remove_worker(worker)
+        pool.policies.forget_unused(policy)
 
     def quarantine(self, worker: Worker, why: str) -> None:
         """A worker holds its batch for too long: it gets no more until it says that it is idle."""
         worker.quarantined = True
-        self._pool.peers.changes += 1
+        worker.policy.peers.changes += 1
         self._pool.notes.append(f"{worker.name} is stuck in a batch; others take over its requests")
         self.take_back(worker, why)
 
     def take_back(self, worker: Worker, why: str | None) -> None:
-        """Return the open requests of the batch that `worker` holds to the head of the queue.
+        """Return the open requests of the batch that `worker` holds to the head of their queue.
 
         Args:
             worker: Who holds them, if anything.
@@ -96,12 +98,12 @@ class WorkerLeg:
             if why is None or self._has_another_attempt(request, worker, why, batch):
                 request.state = State.WAITING
                 back.append(request)
-        self._pool.schedule.put_back(back)
+        worker.policy.schedule.put_back(back)
 
     def dispatch(self) -> None:
-        """Give waiting requests to idle workers, the longest idle first."""
+        """Give waiting requests to idle workers of their policy, the longest idle first."""
         for worker in list(self._pool.idle.values()):
-            requests = self._pool.schedule.take(worker, self._pool.now)
+            requests = worker.policy.schedule.take(worker, self._pool.now)
             if requests:
                 self._send_batch(worker, requests)
 
@@ -120,13 +122,17 @@ class WorkerLeg:
     def _hello(self, peer: bytes, known: Worker | None, fields: dict[str, Any]) -> None:
         pool = self._pool
         hello = Introduction.of(fields, "worker")
+        if known is not None and hello.policy != known.policy.name:
+            raise DecodeError(f"HELLO: this worker serves {known.policy}; open a new socket for another")
+        policy = pool.policies.named(hello.policy)
         if known is not None:
             self.take_back(known, "registered again")
         else:
             self._forget_old_totals(hello.name)
-            pool.peers.workers[peer] = Worker(
+            pool.workers[peer] = worker = Worker(
                 peer,
                 hello.name,
+                policy,
                 hello.rank,
                 hello.world_size,
                 hello.host,
@@ -135,10 +141,10 @@ class WorkerLeg:
                 heard=pool.now,
                 totals=pool.totals.setdefault(hello.name, WorkerTotals()),
             )
-            pool.peers.changes += 1
+            policy.peers.add_worker(worker)
             pool.notes.append(f"{hello.name} joined (host {hello.host or '?'}, pid {hello.pid})")
         welcome: dict[str, Any] = {"epoch": pool.epoch}
-        for other in pool.peers.workers.values():
+        for other in policy.peers.workers.values():
             if hello.rank is not None and other.rank == hello.rank and other.pid != hello.pid:
                 welcome["warning"] = f"rank {hello.rank} is also that of {other.name} (pid {other.pid})"
         pool.to_workers.append((peer, words.plain(Op.WELCOME, welcome)))
@@ -146,7 +152,7 @@ class WorkerLeg:
     def _forget_old_totals(self, name: str) -> None:
         totals = self._pool.totals
         if name not in totals and len(totals) >= _MAX_TOTALS:
-            alive = {worker.name for worker in self._pool.peers.workers.values()}
+            alive = {worker.name for worker in self._pool.workers.values()}
             oldest = next((known for known in totals if known not in alive), None)
             if oldest is not None:
                 del totals[oldest]
@@ -211,7 +217,7 @@ class WorkerLeg:
         pool = self._pool
         if worker.quarantined:
             worker.quarantined = False
-            pool.peers.changes += 1
+            worker.policy.peers.changes += 1
             pool.notes.append(f"{worker.name} is back")
         worker.unaware_since = None
         if worker.peer not in pool.idle:

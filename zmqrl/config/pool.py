@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from zmqrl.config.section import PositiveSeconds, Section, checked_endpoint
 from zmqrl.transport import sockets
@@ -85,7 +86,140 @@ class PlacementConfig(Section):
         return int((getattr(self, component) or self.env).split("-")[-1]) + 1
 
 
+_GROUPS = ("Env", "Rollout", "Actor")
+
+
+class Endpoints(NamedTuple):
+    """Workers of one group, `first` to `last`."""
+
+    group: str
+    first: int
+    last: int
+
+    @classmethod
+    def read(cls, name: str) -> Endpoints:
+        """Read a name such as `Env:0` or `Rollout:0-3`; RLinf also writes `EnvGroup:0`.
+
+        Raises:
+            ValueError: It is none.
+        """
+        match = re.fullmatch(r"(\w+):(\d{1,4})(?:-(\d{1,4}))?", name.strip())
+        group = "" if match is None else match[1].removesuffix("Group")
+        if match is None or group not in _GROUPS:
+            raise ValueError(
+                f"{name!r} is no endpoint; expected Env, Rollout or Actor with ranks, as in Env:0-3"
+            )
+        first, last = int(match[2]), int(match[3] or match[2])
+        if last < first:
+            raise ValueError(f"the ranks of {name!r} run backwards")
+        return cls(group, first, last)
+
+    @classmethod
+    def all_of(cls, group: str) -> Endpoints:
+        """Every worker of `group`."""
+        return cls(group, 0, 9_999)
+
+    def overlaps(self, other: Endpoints) -> bool:
+        """Whether a worker is in both."""
+        return self.group == other.group and self.first <= other.last and other.first <= self.last
+
+
+def _endpoint_names(value: object) -> object:
+    """One name or a list of them, as a list of checked names."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("expected an endpoint such as Env:0 or Env:0-3, or a list of them")
+    for name in names:
+        Endpoints.read(name)
+    return names
+
+
+_Names = Annotated[list[str], BeforeValidator(_endpoint_names)]
+
+
+class _Entry(Section):
+    """An entry of a list; it refuses unknown keys itself, for an error that says where they are."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: object) -> object:
+        keys = value if isinstance(value, dict) else {}
+        unknown = [key for key in keys if key not in cls.model_fields]
+        if unknown:
+            raise ValueError(f"unknown key {unknown[0]!r}; known keys: {', '.join(cls.model_fields)}")
+        return value
+
+
+class LinkConfig(_Entry):
+    """A list; each entry delays what `src` sends to `dst` (each one name or a list)."""
+
+    src: _Names
+    dst: _Names
+    delay_ms: float = Field(ge=0, le=3_600_000, allow_inf_nan=False, description="one way")
+
+    def leads(self, src: Endpoints, dst: Endpoints) -> bool:
+        """Whether one of `src` is delayed on its way to one of `dst`."""
+        return _overlap(self.src, src) and _overlap(self.dst, dst)
+
+
+class BandwidthConfig(_Entry):
+    """A list; each entry limits what its `members` send and receive."""
+
+    members: _Names
+    bandwidth_mbps: float = Field(gt=0, allow_inf_nan=False, description="megabits a second")
+
+    def has(self, worker: Endpoints) -> bool:
+        """Whether one of `worker` is a member."""
+        return _overlap(self.members, worker)
+
+
+def _overlap(names: list[str], other: Endpoints) -> bool:
+    return any(Endpoints.read(name).overlaps(other) for name in names)
+
+
+class NetEmulationConfig(Section):
+    """Slow links between env workers and the rest, to emulate sites that are far apart.
+
+    Workers are named by group and rank, as in `Env:0` or `Env:0-3`. The groups are `Env` (of both
+    modes), `Rollout` and `Actor` (the learner).
+    """
+
+    enabled: bool = False
+    symmetric: bool = Field(True, description="each pair delays the way back as well")
+    crossdc_pairs: list[LinkConfig] = Field(default_factory=list)
+    bandwidth_groups: list[BandwidthConfig] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _one_group_a_worker(self) -> NetEmulationConfig:
+        seen: list[Endpoints] = []
+        for name in (name for group in self.bandwidth_groups for name in group.members):
+            endpoints = Endpoints.read(name)
+            if any(endpoints.overlaps(other) for other in seen):
+                raise ValueError(f"{name} is in bandwidth_groups twice")
+            seen.append(endpoints)
+        return self
+
+    def names(self) -> list[str]:
+        """All endpoints that are named."""
+        pairs = [name for pair in self.crossdc_pairs for name in pair.src + pair.dst]
+        return pairs + [name for group in self.bandwidth_groups for name in group.members]
+
+
 class ClusterConfig(Section):
-    """How many workers there are."""
+    """How many workers there are, and how far apart."""
 
     component_placement: PlacementConfig = PlacementConfig()
+    net_emulation: NetEmulationConfig = NetEmulationConfig()
+
+    @model_validator(mode="after")
+    def _linked_workers_exist(self) -> ClusterConfig:
+        count = self.component_placement.count
+        workers = {"Env": max(count("env"), count("eval")), "Rollout": count("rollout")}
+        for name in self.net_emulation.names() if self.net_emulation.enabled else []:
+            group, _, last = Endpoints.read(name)
+            if last >= workers.get(group, math.inf):
+                raise ValueError(
+                    f"net_emulation names {name}, but there are only {workers[group]} "
+                    f"{group.lower()} workers (component_placement)"
+                )
+        return self

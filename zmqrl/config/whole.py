@@ -78,6 +78,11 @@ class Config(Section):
         return self
 
     @property
+    def learns(self) -> bool:
+        """Whether there is a learner, ours or the user's own."""
+        return self.algorithm.is_set or self.actor.endpoint is not None
+
+    @property
     def has_an_end(self) -> bool:
         """Whether training ends by itself, whatever is learned."""
         return self.last_step is not None or self.runner.max_env_steps >= 0

@@ -142,6 +142,12 @@ class ShardEnv:
         if rescale_actions and not (isinstance(space, spaces.Box) and space.is_bounded()):
             raise ConfigError(f"env.rescale_actions needs a bounded Box, but {self.name} takes {space}")
 
+    @property
+    def policy_action_space(self) -> spaces.Space[Any]:
+        """The actions that a policy gives: those of one row, or [-1, 1] where they are rescaled."""
+        space = self.single_action_space
+        return spaces.Box(-1.0, 1.0, space.shape, np.float32) if self._rescale else space
+
     def reset(self) -> Tree:
         """Begin a new episode in every row.
 

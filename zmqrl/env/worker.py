@@ -1,4 +1,4 @@
-"""The env loop: observations to the pool, actions to the simulators."""
+"""The env loop: observations to the pool, actions to the simulators, trajectories to the learner."""
 
 from __future__ import annotations
 
@@ -8,100 +8,58 @@ from typing import Any
 
 import numpy as np
 
-from zmqrl.client import Pending, PolicyClient
+from zmqrl.client import PolicyClient
 from zmqrl.config import Config, Mode
-from zmqrl.env.adapters import ShardEnv, Step, make_shard
+from zmqrl.env.adapters import SeedOf, Step, make_shard
 from zmqrl.env.delays import DelaySampler
+from zmqrl.env.links import LinkEmulation
+from zmqrl.env.orders import Order, Orders
+from zmqrl.env.rewards import RewardRequests
+from zmqrl.env.stage import Stage
+from zmqrl.errors import EnvironmentFailure
 from zmqrl.process import StopSignal
-from zmqrl.telemetry.report import Episode, Report, Reporter
+from zmqrl.recording import Recording
+from zmqrl.telemetry.report import Report, Reporter
+from zmqrl.trajectory import not_finite
 from zmqrl.transport import sockets
 
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 0.25
-"""Seconds after which a wait for actions looks whether it should go on."""
+"""Seconds after which a wait looks whether it should go on."""
 
-
-class Stage:
-    """One group of an env worker's simulators: a shard, its request in flight, its episodes.
-
-    Args:
-        shard: The simulators.
-        index: The pipeline stage.
-        first_env: Index, over all env workers, of the shard's first row.
-        quota: Episodes that each row plays; None for no end.
-    """
-
-    def __init__(self, shard: ShardEnv, index: int, first_env: int, quota: int | None) -> None:
-        self.shard = shard
-        self.index = index
-        self.first_env = first_env
-        self.pending: Pending | None = None
-        self.sent = 0.0
-        self._quota = quota
-        rows = shard.num_envs
-        self._played = np.zeros(rows, dtype=np.int64)
-        self._return = np.zeros(rows)
-        self._length = np.zeros(rows, dtype=np.int64)
-        self._success_once = np.zeros(rows, dtype=bool)
-
-    def finished(self) -> bool:
-        """Whether every row has played its episodes."""
-        return self._quota is not None and bool((self._played >= self._quota).all())
-
-    def account(self, step: Step) -> list[Episode]:
-        """Count a step; rows that have played their episodes are stepped on but no longer counted.
-
-        Returns:
-            The episodes that it ended.
-        """
-        self._return += np.where(step.valid, step.reward, 0.0)
-        self._length += step.valid
-        if step.success is not None:
-            self._success_once |= step.success & step.valid
-        ended = []
-        for row in np.flatnonzero((step.terminated | step.truncated) & step.valid):
-            if self._quota is None or self._played[row] < self._quota:
-                ended.append(self._episode(int(row), step))
-            self._played[row] += 1
-            self._return[row] = self._length[row] = 0
-            self._success_once[row] = False
-        return ended
-
-    def _episode(self, row: int, step: Step) -> Episode:
-        known = step.success is not None
-        return Episode(
-            env=self.first_env + row,
-            number=int(self._played[row]),
-            total_return=float(self._return[row]),
-            length=int(self._length[row]),
-            success_once=bool(self._success_once[row]) if known else None,
-            success_at_end=bool(step.success[row]) if step.success is not None else None,
-        )
+_MOST_DROPPED = 5
+"""Trajectories in a row that may be dropped before the simulator counts as broken."""
 
 
 class EnvWorker:
     """Steps simulators with actions from the pool.
 
     In `eval` mode every env plays `rollout_epoch` episodes, so that slow envs count as much as fast
-    ones; in `train` mode the worker goes on until it is stopped.
+    ones: once, or, in a pool that learns, whenever the learner asks for an evaluation. In `train` mode
+    the worker goes on until it is stopped, and sends trajectories to the learner, if there is one.
 
     Args:
         config: The whole configuration; `runner.report` is where reports go.
         mode: `train` or `eval`.
         rank: This env worker's number.
         stop: Ends the loop between two steps.
+        on_demand: In `eval` mode: wait for the learner to ask, again and again.
 
     Raises:
         EnvironmentFailure: The simulator cannot be made.
     """
 
-    def __init__(self, config: Config, mode: Mode, rank: int, stop: StopSignal) -> None:
+    def __init__(
+        self, config: Config, mode: Mode, rank: int, stop: StopSignal, on_demand: bool = False
+    ) -> None:
         self.name = f"env-{rank}" if mode == "train" else f"eval-{rank}"
-        self.report = Report(self.name, rank)
+        self.report = Report(self.name, rank, incarnation=time.time_ns())
         self._stop = stop
         self._success_key = config.env.success_key
         self._delays = DelaySampler(config.env.delays_of(mode), rank)
+        self._links = LinkEmulation(config.cluster.net_emulation, rank)
+        self._seeds: list[_Seeds] = []
         self._stages = self._make_stages(config, mode, rank)
         # After the simulators: some of them fork, which a ZeroMQ context must not live through.
         self.reporter = Reporter(config.runner.report)
@@ -114,6 +72,17 @@ class EnvWorker:
             world_size=config.env_workers(mode),
             max_message_mb=config.broker.max_message_mb,
         )
+        self._version = 0  # that requests are pinned to; 0 for the newest
+        self._orders: Orders | None = None
+        self._recording: Recording | None = None
+        self._rewards: RewardRequests | None = None
+        learner = config.actor.endpoint or sockets.local_endpoint("learner")
+        if on_demand:
+            self._orders = Orders(learner, self.name)
+        elif mode == "train" and config.learns:
+            self._recording = self._make_recording(config, learner)
+            if config.reward.use_reward_model:
+                self._rewards = RewardRequests(config.reward, self._client, self._recording)
 
     def run(self) -> bool:
         """Run to the end.
@@ -126,35 +95,109 @@ class EnvWorker:
             ClientError: The pool gave no actions, with the reason.
         """
         try:
-            active = list(self._stages)
-            for stage in active:
-                begin = time.perf_counter()
-                self._delay()
-                observation = stage.shard.reset()
-                self.report.totals.resets += 1
-                self.report.totals.reset_s += time.perf_counter() - begin
-                self._ask(stage, observation)
-            self._tell(now=True)
-            while active and not self._stop():
-                for stage in list(active):
-                    self._advance(stage)
-                    if stage.finished():
-                        active.remove(stage)
-                        self._client.rest(stage.index)
-            self.report.finished = not active
+            if self._orders is None:
+                self._play()
+            else:
+                self._play_on_demand(self._orders)
             self._warn_of_a_success_key_that_never_came()
             return self.report.finished
         finally:
-            self._tell(now=True)
-            self._client.close()
-            self.reporter.close()
-            for stage in self._stages:
-                stage.shard.close()
+            self._close()
 
-    def _warn_of_a_success_key_that_never_came(self) -> None:
-        key, episodes = self._success_key, self.reporter.episodes
-        if key is not None and episodes and all(e.success_once is None for e in episodes):
-            log.warning("env.success_key is %r, but the simulator never reported it", key)
+    def _play_on_demand(self, orders: Orders) -> None:
+        while not self._stop():
+            order = orders.next(_LOOK_EVERY)
+            self._tell()
+            if order is None:
+                continue
+            self._begin_evaluation(order)
+            self._play()
+            if self.report.finished:
+                orders.done(order)
+
+    def _begin_evaluation(self, order: Order) -> None:
+        self._version = self.report.version = order.version
+        self.report.evaluation = order.number
+        self.report.env_steps_before = order.env_steps
+        self.report.finished = False
+        for stage in self._stages:
+            stage.restart()
+        for seeds in self._seeds:
+            seeds.restart()
+        self._tell(now=True)
+
+    def _play(self) -> None:
+        """Reset the simulators and step them until every row has played its episodes."""
+        active = list(self._stages)
+        for stage in active:
+            begin = time.perf_counter()
+            self._delay()
+            observation = stage.shard.reset()
+            self.report.totals.resets += 1
+            self.report.totals.reset_s += time.perf_counter() - begin
+            self._observe(stage, observation)
+        self._tell(now=True)
+        while active and not self._stop():
+            for stage in list(active):
+                if stage.pending is None:
+                    self._wait_to_begin(stage)
+                else:
+                    self._advance(stage)
+                if stage.finished():
+                    active.remove(stage)
+                    self._client.rest(stage.index)
+        self.report.finished = not active
+        self._tell(now=True)
+
+    def _close(self) -> None:
+        self._tell(now=True)
+        if self._recording is not None:
+            self._recording.close()
+            self._tell(now=True)
+        self._client.close()
+        if self._orders is not None:
+            self._orders.close()
+        self.reporter.close()
+        for stage in self._stages:
+            stage.shard.close()
+
+    # -- One step
+
+    def _observe(self, stage: Stage, observation: Any) -> None:
+        """Take in what the simulators show, and ask for actions, if that is allowed now."""
+        stage.observation = observation
+        problem = not_finite(observation, "observation")
+        if problem:
+            self._note_problem(stage, problem)
+        if self._recording is not None:
+            self._recording.asked(stage.index, observation)
+            self._check_dropped(stage)
+            if not self._recording.may_begin(stage.index):
+                stage.held_since = time.monotonic()
+                # In normal mode others must not wait at a barrier for what may not be asked.
+                self._client.rest(stage.index)
+                return
+        self._ask(stage)
+
+    def _ask(self, stage: Stage) -> None:
+        stage.sent = time.monotonic()
+        # The shard owns the observation's memory and makes a new one at each step: no copy is needed.
+        stage.pending = self._client.submit(
+            _finite(stage.observation), copy=False, stage=stage.index, version=self._version
+        )
+
+    def _wait_to_begin(self, stage: Stage) -> None:
+        """Wait a little for the learner to let the next trajectory begin."""
+        assert self._recording is not None
+        assert stage.held_since is not None
+        others = any(other.pending is not None for other in self._stages)
+        if not self._recording.may_begin(stage.index):
+            self._recording.wait(0.0 if others else _LOOK_EVERY)
+            self._tell()
+            return
+        self.report.totals.gate_s += time.monotonic() - stage.held_since
+        stage.held_since = None
+        self._ask(stage)
 
     def _advance(self, stage: Stage) -> None:
         """Wait for the actions of `stage`, step its simulators, and ask for the next actions."""
@@ -164,8 +207,40 @@ class EnvWorker:
             self._tell()
             if self._stop():
                 return
-        actions = pending.result()["actions"]
-        totals = self.report.totals
+        reply = pending.result()
+        self._count_request(stage)
+        self._stop.sleep(self._links.seconds(*pending.sizes))
+        self._delay()
+        step = stage.shard.step(reply["actions"])
+        self._count_step(step)
+        self._check_rewards(stage, step)
+        if self._recording is not None:
+            self._recording.answered(stage.index, reply, pending.policy_version)
+            self._record(stage, reply["actions"], step)
+        stage.pending = None
+        for episode in stage.account(step):
+            self.reporter.add(episode)
+        if not stage.finished():
+            self._observe(stage, step.observation)
+        self._tell()
+
+    def _record(self, stage: Stage, actions: Any, step: Step) -> None:
+        assert self._recording is not None
+        if self._rewards is not None:
+            self._rewards.record(stage.index, _finite(stage.observation), actions, step)
+        else:
+            self._recording.outcome(
+                stage.index,
+                step.reward,
+                step.terminated,
+                step.truncated,
+                step.final_observation,
+                step.valid,
+            )
+
+    def _count_request(self, stage: Stage) -> None:
+        totals, pending = self.report.totals, stage.pending
+        assert pending is not None
         if self.report.began is None:
             self.report.began = time.monotonic()
         if stage.sent >= self.report.began:
@@ -173,24 +248,15 @@ class EnvWorker:
             totals.wait_s += time.monotonic() - stage.sent
             totals.queue_s += pending.queue_seconds or 0.0
             totals.predict_s += pending.predict_seconds or 0.0
-        self._delay()
-        step = stage.shard.step(actions)
+
+    def _count_step(self, step: Step) -> None:
+        totals = self.report.totals
         totals.shard_steps += 1
         totals.env_steps += int(step.valid.sum())
         totals.step_s += step.step_seconds
         totals.reset_s += step.reset_seconds
         totals.resets += step.reset_seconds > 0
         self.report.ended = time.monotonic()
-        for episode in stage.account(step):
-            self.reporter.add(episode)
-        if not stage.finished():
-            self._ask(stage, step.observation)
-        self._tell()
-
-    def _ask(self, stage: Stage, observation: Any) -> None:
-        stage.sent = time.monotonic()
-        # The shard owns the observation's memory and makes a new one at each step: no copy is needed.
-        stage.pending = self._client.submit(observation, copy=False, stage=stage.index)
 
     def _delay(self) -> None:
         seconds = self._delays.sample(self.report.totals.shard_steps)
@@ -198,8 +264,50 @@ class EnvWorker:
         self._stop.sleep(seconds)
         self.report.totals.delay_s += time.perf_counter() - begin
 
+    # -- Numbers that are none
+
+    def _check_rewards(self, stage: Stage, step: Step) -> None:
+        if not np.isfinite(step.reward).all():
+            row = int(np.flatnonzero(~np.isfinite(step.reward))[0])
+            self._note_problem(stage, f"reward is {step.reward[row]} in row {row}")
+
+    def _note_problem(self, stage: Stage, problem: str) -> None:
+        self.report.totals.not_finite += 1
+        count = self.report.totals.not_finite
+        if (
+            count & (count - 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th …: a broken simulator must not flood the log
+            log.warning(
+                "%s: %s at step %d (number %d of such steps)",
+                stage.shard.name,
+                problem,
+                self.report.totals.shard_steps,
+                count,
+            )
+
+    def _check_dropped(self, stage: Stage) -> None:
+        """Give a simulator up that yields nothing but what has to be dropped.
+
+        Raises:
+            EnvironmentFailure: It is broken.
+        """
+        assert self._recording is not None
+        totals, recording = self.report.totals, self._recording
+        totals.trajectories_sent = recording.sent + recording.dropped
+        totals.trajectories_dropped = recording.dropped
+        if recording.dropped_in_a_row >= _MOST_DROPPED:
+            raise EnvironmentFailure(
+                f"{stage.shard.name}: {recording.problem(stage.index)}; the last "
+                f"{recording.dropped_in_a_row} trajectories had to be dropped for such numbers "
+                f"(step {totals.shard_steps})"
+            )
+
+    # -- What the runner reads
+
     def _tell(self, now: bool = False) -> None:
         if now or self.reporter.due():
+            if self._rewards is not None:
+                self._rewards.collect()
             self.report.delays = self._delays.metrics()
             self.reporter.send(self.report)
             if not self.reporter.has_runner and not now:
@@ -209,18 +317,37 @@ class EnvWorker:
                 )
                 log.info("%d steps, %d episodes%s", steps, episodes, waiting)
 
+    def _warn_of_a_success_key_that_never_came(self) -> None:
+        key, episodes = self._success_key, self.reporter.episodes
+        if key is not None and episodes and all(e.success_once is None for e in episodes):
+            log.warning("env.success_key is %r, but the simulator never reported it", key)
+
+    # -- Making
+
     def _make_stages(self, config: Config, mode: Mode, rank: int) -> list[Stage]:
         section = config.env.of_mode(mode)
         total = config.total_envs(mode)
         first = config.first_env_of(mode, rank)
+        quota = section.rollout_epoch if mode == "eval" else None
         stages = []
         for index, rows in enumerate(config.stage_sizes(mode, rank)):
-            seeds = _Seeds(section.seed, first, total) if section.use_fixed_reset_state_ids else _no_seed
-            shard = make_shard(config.env, mode, rows, seeds)
-            quota = section.rollout_epoch if mode == "eval" else None
-            stages.append(Stage(shard, index, first, quota))
+            seed_of: SeedOf = _no_seed
+            if section.use_fixed_reset_state_ids:
+                seed_of = _Seeds(section.seed, first, total)
+                self._seeds.append(seed_of)
+            stages.append(Stage(make_shard(config.env, mode, rows, seed_of), index, first, quota))
             first += rows
         return stages
+
+    def _make_recording(self, config: Config, endpoint: str) -> Recording:
+        return Recording(
+            endpoint,
+            self.name,
+            self.report.incarnation,
+            steps=config.env.train.max_steps_per_rollout_epoch,
+            action_space=self._stages[0].shard.policy_action_space,
+            copy=False,  # a shard makes new arrays at each step
+        )
 
 
 class _Seeds:
@@ -237,6 +364,19 @@ class _Seeds:
         self._begun[row] = number + 1
         return self._base + self._first + row + number * self._total
 
+    def restart(self) -> None:
+        """Begin with the first episodes again."""
+        self._begun.clear()
+
 
 def _no_seed(row: int) -> None:
     return None
+
+
+def _finite(tree: Any) -> Any:
+    """The same tree with 0 in place of what is no finite number: a policy would spread it over a row."""
+    if isinstance(tree, dict):
+        return {key: _finite(child) for key, child in tree.items()}
+    if isinstance(tree, np.ndarray) and tree.dtype.kind == "f" and not np.isfinite(tree).all():
+        return np.nan_to_num(tree, nan=0.0, posinf=0.0, neginf=0.0)
+    return tree

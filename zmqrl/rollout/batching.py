@@ -84,31 +84,37 @@ def select(tree: Any, rows: slice | np.ndarray) -> Any:
     return tree[rows] if getattr(tree, "ndim", 0) else tree
 
 
-def check_output(output: Any, rows: int) -> dict[str, Any]:
+def check_output(output: Any, rows: int, key: str = "actions") -> dict[str, Any]:
     """What a policy returned, as a reply.
 
     Args:
         output: A dict of arrays, or one array of actions, [rows, ...].
         rows: How many observations the policy was given.
+        key: What the dict must hold, and a bare array is called: `actions`, or `rewards`.
 
     Returns:
-        The dict; a bare array stands under `actions`.
+        The dict; a bare array stands under `key`.
 
     Raises:
         PolicyOutputError: It is no array, or one has another number of rows; names the key.
     """
     if isinstance(output, np.ndarray):
-        output = {"actions": output}
+        output = {key: output}
     if not isinstance(output, dict):
         raise PolicyOutputError(
-            f"the policy returned a {type(output).__name__}; it must return an array of actions, or a "
-            "dict with them under 'actions'"
+            f"the policy returned a {type(output).__name__}; it must return an array of {key}, or a "
+            f"dict with them under {key!r}"
         )
-    for key, value in output.items():
-        _check_rows(value, rows, str(key))
-    if "actions" not in output:
+    for name, value in output.items():
+        _check_rows(value, rows, str(name))
+    if key not in output:
         keys = ", ".join(map(repr, output)) or "nothing"
-        raise PolicyOutputError(f"the policy returned no 'actions'; its dict has {keys}")
+        raise PolicyOutputError(f"the policy returned no {key!r}; its dict has {keys}")
+    if key == "rewards" and np.shape(output[key]) not in ((rows,), (rows, 1)):
+        raise PolicyOutputError(
+            f"the reward model returned rewards of shape {list(np.shape(output[key]))} for {rows} "
+            f"transitions; expected [{rows}]"
+        )
     return output
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from zmqrl.errors import PolicyLoadError
+from zmqrl.errors import PolicyLoadError, WeightsError
 from zmqrl.imports import import_object
 from zmqrl.rollout.batching import merge, select
 from zmqrl.transport.tree import rows_of
@@ -23,7 +24,8 @@ class Policy(Protocol):
         while True:
             policy.infer(observation, eval_mask)
 
-    A policy may have an attribute `version` (int): which weights it holds; replies carry it.
+    A policy may have an attribute `version` (int): which weights it holds; replies carry it. One that
+    learns has `load_state_dict(weights)`, with a dict of arrays by name.
     """
 
     def infer(self, observation: Any, eval_mask: np.ndarray) -> Any:
@@ -74,6 +76,9 @@ class TensorPolicy:
         self._takes_mask = "eval_mask" in parameters
         self._takes_deterministic = "deterministic" in parameters
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorPolicy:
+        return TensorPolicy(copy.deepcopy(self._function, memo), str(self.device))
+
     @property
     def version(self) -> int:
         """The version of the weights, if the module tells one in an attribute `version`."""
@@ -89,6 +94,24 @@ class TensorPolicy:
         load = getattr(self._function, "load", None)
         if callable(load):
             load()
+
+    def load_state_dict(self, weights: dict[str, np.ndarray]) -> None:
+        """Replace the weights of the module; all of them, or in an error none.
+
+        Args:
+            weights: Arrays by name, those of the module's `state_dict`.
+
+        Raises:
+            WeightsError: The function is no module, or a name or shape differs; says which.
+        """
+        module = self._function
+        if not isinstance(module, self._torch.nn.Module):
+            raise WeightsError("the policy is a function, not a module with weights")
+        difference = state_difference(module.state_dict(), weights)
+        if difference:
+            raise WeightsError(difference)
+        tensors = {name: self._torch.as_tensor(array) for name, array in weights.items()}
+        module.load_state_dict(tensors)
 
     def infer(self, observation: Any, eval_mask: np.ndarray) -> Any:
         """See `Policy.infer`."""
@@ -134,6 +157,28 @@ class TensorPolicy:
                 tree = tree.float()  # numpy has no bfloat16; float32 holds the same values
             return tree.numpy(force=True)
         return tree
+
+
+def state_difference(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """What keeps `given` from being loaded in place of `own`, in words; empty if nothing does.
+
+    Args:
+        own: A module's `state_dict`.
+        given: Arrays or tensors by name.
+    """
+    missing = [name for name in own if name not in given]
+    if missing:
+        return f"{len(missing)} parameters are missing, such as {missing[0]!r}"
+    foreign = [name for name in given if name not in own]
+    if foreign:
+        return f"the policy has no {foreign[0]!r}" + (
+            f", and {len(foreign) - 1} more are not its own" if len(foreign) > 1 else ""
+        )
+    for name, tensor in own.items():
+        shape, here = tuple(getattr(given[name], "shape", ())), tuple(getattr(tensor, "shape", ()))
+        if shape != here:
+            return f"{name!r} has shape {list(shape)}; the policy's has {list(here)}"
+    return ""
 
 
 def as_policy(source: Any, device: str = "auto") -> Policy:

@@ -17,12 +17,14 @@ import zmq
 from zmqrl.errors import DecodeError, PolicyOutputError, StartupFailed, VersionMismatch
 from zmqrl.rollout.batching import check_output, merge, split
 from zmqrl.rollout.policy import Policy
+from zmqrl.rollout.versions import PolicyVersions
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE, Encoded, decode, decode_meta, encode, encode_meta
 from zmqrl.transport.header import (
     FLAG_EVAL,
     HEADER_SIZE,
     MAX_FRAMES,
+    REWARD,
     Entry,
     Header,
     Op,
@@ -65,9 +67,10 @@ class RolloutWorker:
     worker that has said it is idle, so nothing waits here while a batch is computed.
 
     Args:
-        policy: Loaded and warmed up.
+        policy: Loaded and warmed up; or one whose weights change.
         endpoint: The broker's backend.
         name: Names the worker in status and history.
+        serves: The name of the policy; empty for the pool's own.
         rank: Its number among the rollout workers; normal mode binds env ranks by it.
         world_size: The number of rollout workers, with `rank`.
         max_message_mb: Mebibytes; as the broker's. A larger reply becomes an error.
@@ -76,10 +79,11 @@ class RolloutWorker:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | PolicyVersions,
         endpoint: str,
         *,
         name: str,
+        serves: str = "",
         rank: int | None = None,
         world_size: int | None = None,
         max_message_mb: int = sockets.MAX_MESSAGE_MB,
@@ -87,13 +91,15 @@ class RolloutWorker:
     ) -> None:
         self.endpoint = endpoint
         self.name = name
-        self._policy = policy
+        self._versions = policy if isinstance(policy, PolicyVersions) else PolicyVersions(policy)
+        self._output = "actions" if serves != REWARD else "rewards"
         self._introduction: dict[str, Any] = {
             "role": "worker",
             "name": name,
             "incarnation": time.time_ns(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "policy": serves,
         }
         if rank is not None:
             self._introduction.update(rank=rank, world_size=world_size)
@@ -198,8 +204,9 @@ class RolloutWorker:
     def _batch(self, frames: list[Any]) -> None:
         table = unpack_table(frames[0])
         self._number = table.number
+        self._versions.refresh()
         replies: dict[int, list[Any]] = {}
-        groups: dict[int, list[_Shard]] = {}
+        groups: dict[tuple[int, int], list[_Shard]] = {}
         for entry, message in split_batch(table, frames):
             header = unpack(message[0])
             try:
@@ -209,7 +216,8 @@ class RolloutWorker:
             except Exception as error:  # whatever a stranger's bytes bring about, it is this request's
                 replies[entry.slot] = self._error(entry, header, "refused", str(error))
                 continue
-            groups.setdefault(header.signature, []).append(_Shard(entry, header, observation))
+            group = groups.setdefault((header.signature, header.policy_version), [])
+            group.append(_Shard(entry, header, observation))
         self._predict_s = 0.0
         for shards in groups.values():
             replies.update(self._answer(shards))
@@ -246,12 +254,12 @@ class RolloutWorker:
         rows = [shard.header.rows for shard in shards]
         is_eval = [bool(shard.header.flags & FLAG_EVAL) for shard in shards]
         observation = merge([shard.observation for shard in shards])
-        version = int(getattr(self._policy, "version", 0))
+        policy, version = self._versions.of(shards[0].header.policy_version)
         begin = time.perf_counter()
-        output = self._policy.infer(observation, np.repeat(is_eval, rows))
+        output = policy.infer(observation, np.repeat(is_eval, rows))
         seconds = time.perf_counter() - begin
         self._predict_s += seconds
-        parts = split(check_output(output, sum(rows)), rows)
+        parts = split(check_output(output, sum(rows), self._output), rows)
         replies = {}
         for shard, part in zip(shards, parts, strict=True):
             # Copied: a policy may write its next output into the same arrays.

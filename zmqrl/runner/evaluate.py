@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,12 @@ from zmqrl.broker.status import StatusClient
 from zmqrl.config import Config
 from zmqrl.errors import ConfigError, RunFailed, StartupFailed
 from zmqrl.process import StopSignal
+from zmqrl.runner.endpoints import local_endpoints
 from zmqrl.runner.launcher import Child, Launcher
 from zmqrl.telemetry.jsonl import JsonLines
 from zmqrl.telemetry.live import LiveLine
-from zmqrl.telemetry.metrics import EnvView, Metrics, episode_metrics, pool_metrics
-from zmqrl.telemetry.report import Collector
+from zmqrl.telemetry.metrics import EnvView, Metrics, episode_metrics, run_metrics
+from zmqrl.telemetry.report import Collector, Report
 from zmqrl.telemetry.table import summary
 
 log = logging.getLogger(__name__)
@@ -43,8 +42,10 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
         StartupFailed: A part did not come up.
         RunFailed: The run broke off, or episodes are missing; what there is has been shown and written.
     """
-    if config.rollout.policy is None:
-        raise ConfigError("rollout.policy is not set: which policy acts? (module:factory)")
+    if config.rollout.policy is None and config.runner.ckpt_path is None:
+        raise ConfigError(
+            "rollout.policy is not set: which policy acts? (module:factory, or runner.ckpt_path)"
+        )
     if config.env.id is None and config.env.factory is None:
         raise ConfigError("env.id is not set: which simulator? (a Gymnasium id, or env.factory)")
     began = time.monotonic()
@@ -54,9 +55,7 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
         lines = JsonLines(folder / "metrics.jsonl")
     except OSError as error:
         raise ConfigError(f"runner.logger: cannot write to {folder}: {error.strerror}") from None
-    sockets_folder = Path(tempfile.mkdtemp(prefix="zmqrl-"))  # mode 0700
-    try:
-        config = _with_endpoints(config, sockets_folder)
+    with local_endpoints(config) as config:
         configuration.dump(config, folder / "config.yaml")
         run = _Evaluation(config, folder / "config.yaml", console, stop)
         failure: RunFailed | None = None
@@ -66,8 +65,6 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
             failure = error
         finally:
             run.close()
-    finally:
-        shutil.rmtree(sockets_folder, ignore_errors=True)
     metrics: Metrics = {**run.metrics(), "wall_s": time.monotonic() - began}
     lines.write(metrics)
     lines.close()
@@ -79,20 +76,6 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
     if failure is not None:
         raise failure
     run.raise_if_incomplete()
-
-
-def _with_endpoints(config: Config, folder: Path) -> Config:
-    """The same configuration, with local endpoints where it names none."""
-    broker = config.broker.model_copy(
-        update={
-            "frontend": config.broker.frontend or f"ipc://{folder}/frontend",
-            "backend": config.broker.backend or f"ipc://{folder}/backend",
-        }
-    )
-    runner = config.runner.model_copy(
-        update={"report": config.runner.report or f"ipc://{folder}/report"}
-    )
-    return config.model_copy(update={"broker": broker, "runner": runner})
 
 
 class _Evaluation:
@@ -145,7 +128,7 @@ class _Evaluation:
         """All metrics of the run."""
         return {
             **episode_metrics(self.envs),
-            **pool_metrics(self.envs, self.status, self._config.rollout_workers),
+            **run_metrics(self.envs, self.status, self._config.rollout_workers),
             "missing": ", ".join(env.name for env in self.envs if env.missing()),
         }
 
@@ -176,7 +159,7 @@ class _Evaluation:
 
     def _collect(self, timeout: float) -> None:
         for report in self._collector.collect(timeout):
-            if report.rank < len(self.envs):
+            if isinstance(report, Report) and report.rank < len(self.envs):
                 self.envs[report.rank].take(report, time.monotonic())
 
     def _exited(self, child: Child) -> None:

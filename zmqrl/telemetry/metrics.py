@@ -92,45 +92,99 @@ def episode_metrics(envs: Sequence[EnvView], group: str = "eval") -> Metrics:
     return metrics
 
 
-def pool_metrics(envs: Sequence[EnvView], status: dict[str, Any], rollout_workers: int) -> Metrics:
-    """`broker/*`, `rollout/*`, `time/*`, `env/time/*`, and what limits the run.
+@dataclass(slots=True)
+class Sample:
+    """What all parts have done up to a moment."""
+
+    totals: EnvTotals
+    """Of all env workers together."""
+    counters: dict[str, float]
+    """Of the broker."""
+    predict_s: float
+    """Seconds that rollout workers have spent in the policy."""
+
+    @classmethod
+    def of(cls, totals: EnvTotals, status: dict[str, Any]) -> Sample:
+        """The moment at which the broker had this status, see `Broker.status`."""
+        workers = status.get("totals", {}).values()
+        return cls(totals, dict(status.get("counters", {})), sum(w["predict_s"] for w in workers))
+
+    def since(self, earlier: Sample) -> Sample:
+        """What was done between the two."""
+        totals = EnvTotals(
+            **{
+                f.name: getattr(self.totals, f.name) - getattr(earlier.totals, f.name)
+                for f in fields(EnvTotals)
+            }
+        )
+        counters = {key: value - earlier.counters.get(key, 0) for key, value in self.counters.items()}
+        return Sample(totals, counters, self.predict_s - earlier.predict_s)
+
+
+def pool_metrics(done: Sample, seconds: float, rollout_workers: int) -> Metrics:
+    """`rollout/*`, `time/*`, and what limits the run.
 
     Args:
-        envs: All env workers.
-        status: Of the broker, see `Broker.status`.
+        done: What was done.
+        seconds: In how many seconds.
         rollout_workers: How many there are.
     """
-    counters = status.get("counters", {})
-    totals, seconds = summed(envs), span(envs)
+    totals, counters = done.totals, done.counters
     batches = max(1, counters.get("batches", 0))
-    predict_s = sum(worker["predict_s"] for worker in status.get("totals", {}).values())
-    busy = predict_s / (seconds * rollout_workers) if seconds else 0.0
+    busy = done.predict_s / (seconds * rollout_workers) if seconds else 0.0
     requests = max(1, totals.requests)
-    metrics: Metrics = {
-        "env_steps": totals.env_steps,
+    return {
         "env_steps_per_s": totals.env_steps / seconds if seconds else 0.0,
-        "broker/requests": counters.get("requests", 0),
-        "broker/answered": counters.get("answered", 0),
-        "broker/errors": counters.get("errors", 0),
-        "broker/cancelled": counters.get("cancelled", 0),
-        "broker/requeued": counters.get("requeued", 0),
-        "broker/dropped": counters.get("dropped", 0),
-        "broker/malformed": counters.get("malformed", 0),
         "rollout/mean_shards_per_batch": counters.get("shards", 0) / batches,
         "rollout/mean_rows_per_batch": counters.get("rows", 0) / batches,
         "rollout/busy": min(1.0, busy),
         "time/env/step": (totals.step_s + totals.delay_s) / max(1, totals.shard_steps),
         "time/env/reset": totals.reset_s / max(1, totals.resets),
         "time/env/wait": totals.wait_s / requests,
+        "time/env/gate_wait": totals.gate_s / max(1, totals.shard_steps),
         "time/broker/queue": totals.queue_s / requests,
         "time/rollout/predict": totals.predict_s / requests,
         "bottleneck": bottleneck(totals, busy),
     }
+
+
+def run_metrics(envs: Sequence[EnvView], status: dict[str, Any], rollout_workers: int) -> Metrics:
+    """Everything about a pool from its start, but for the episodes.
+
+    Args:
+        envs: All env workers.
+        status: Of the broker, see `Broker.status`.
+        rollout_workers: How many there are.
+    """
+    sample = Sample.of(summed(envs), status)
+    return {
+        "env_steps": sample.totals.env_steps,
+        **pool_metrics(sample, span(envs), rollout_workers),
+        **broker_metrics(status),
+        **delay_metrics(envs),
+    }
+
+
+def broker_metrics(status: dict[str, Any]) -> Metrics:
+    """`broker/*`: what has become of all requests.
+
+    Args:
+        status: Of the broker, see `Broker.status`.
+    """
+    names = ("requests", "answered", "errors", "cancelled", "requeued", "dropped", "malformed")
+    counters = status.get("counters", {})
+    return {f"broker/{name}": counters.get(name, 0) for name in names}
+
+
+def delay_metrics(envs: Sequence[EnvView]) -> Metrics:
+    """`env/time/*_delay`: the emulated delays of all env workers, in seconds."""
     delays = [env.report.delays for env in envs if env.report is not None and env.report.delays]
-    if delays:
-        for name, combine in (("average", np.mean), ("median", np.median), ("max", max), ("min", min)):
-            metrics[f"env/time/{name}_delay"] = float(combine([delay[name] for delay in delays]))
-    return metrics
+    if not delays:
+        return {}
+    return {
+        f"env/time/{name}_delay": float(combine([delay[name] for delay in delays]))
+        for name, combine in (("average", np.mean), ("median", np.median), ("max", max), ("min", min))
+    }
 
 
 def bottleneck(totals: EnvTotals, busy: float) -> str:
@@ -143,8 +197,11 @@ def bottleneck(totals: EnvTotals, busy: float) -> str:
     Returns:
         `env`: mostly in the simulator. `rollout`: mostly waiting, and the rollout workers are busy.
         `queue`: mostly waiting, although they are not: at a barrier, for a batch to fill, or on the way.
+        `learner`: mostly held back by the learner, whose updates have to catch up.
     """
     env_s = totals.step_s + totals.reset_s + totals.delay_s
+    if totals.gate_s > max(env_s, totals.wait_s):
+        return "learner"
     if env_s >= totals.wait_s:
         return "env"
     computing = totals.predict_s >= totals.wait_s - totals.predict_s

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import zmq
 
@@ -57,6 +59,14 @@ class EnvTotals:
     """From sending a request to having its reply; includes the next two."""
     queue_s: float = 0.0
     predict_s: float = 0.0
+    gate_s: float = 0.0
+    """Held back by the learner, between two trajectories."""
+    trajectories_sent: int = 0
+    """Complete ones, those that were dropped at once included."""
+    trajectories_dropped: int = 0
+    """Those that hold numbers which are not finite."""
+    not_finite: int = 0
+    """Steps with such numbers."""
 
 
 @dataclass(slots=True)
@@ -65,6 +75,14 @@ class Report:
 
     name: str
     rank: int
+    incarnation: int = 0
+    """Names the process: totals begin at 0 in each."""
+    evaluation: int = 0
+    """The number of the evaluation that the episodes belong to; 0 where there is only one."""
+    version: int = 0
+    """Of the weights that it evaluates."""
+    env_steps_before: int = 0
+    """Env steps of training when the evaluation was ordered."""
     began: float | None = None
     """`time.monotonic()` when its first actions came; None before."""
     ended: float | None = None
@@ -80,13 +98,12 @@ class Report:
         return encode_meta(asdict(self))
 
     @classmethod
-    def unpack(cls, data: bytes) -> Report:
-        """Read what `pack` made.
+    def of(cls, tree: dict[str, Any]) -> Report:
+        """Read the fields.
 
         Raises:
-            DecodeError: It is no report.
+            DecodeError: They are not those of a report.
         """
-        tree = decode_meta(data)
         try:
             tree["totals"] = EnvTotals(**tree["totals"])
             tree["episodes"] = [Episode(**episode) for episode in tree["episodes"]]
@@ -96,6 +113,44 @@ class Report:
         if not isinstance(report.rank, int) or not isinstance(report.name, str):
             raise DecodeError("not a report: the name or the rank is of another type")
         return report
+
+
+@dataclass(slots=True)
+class LearnerReport:
+    """A message of the learner: its metrics so far."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+    finished: bool = False
+    """Whether it has learned all that it was to learn, and every evaluation is over."""
+
+    def pack(self) -> bytes:
+        """As msgpack."""
+        return encode_meta({"learner": asdict(self)})
+
+    @classmethod
+    def of(cls, tree: Any) -> LearnerReport:
+        """Read the fields.
+
+        Raises:
+            DecodeError: They are not those of a report.
+        """
+        try:
+            report = cls(**tree)
+        except TypeError as error:
+            raise DecodeError(f"not a report: {error}") from None
+        if not isinstance(report.metrics, dict):
+            raise DecodeError("not a report: metrics are of another type")
+        return report
+
+
+def unpack(data: bytes) -> Report | LearnerReport:
+    """Read what `pack` made.
+
+    Raises:
+        DecodeError: It is no report.
+    """
+    tree = decode_meta(data)
+    return LearnerReport.of(tree["learner"]) if "learner" in tree else Report.of(tree)
 
 
 class Reporter:
@@ -147,6 +202,13 @@ class Reporter:
             pass  # the runner is away; the next report has them
         report.episodes = []
 
+    def send_learner(self, report: LearnerReport) -> None:
+        """Send a report of the learner; one that does not fit is followed by the next."""
+        self._sent = time.monotonic()
+        if self._socket is not None:
+            with suppress(zmq.Again):
+                self._socket.send(report.pack(), sockets.NOBLOCK)
+
     def close(self) -> None:
         """Close the socket, after up to 2 s in which what was sent is delivered."""
         if self._socket is not None:
@@ -155,7 +217,7 @@ class Reporter:
 
 
 class Collector:
-    """Receives the reports of all env workers.
+    """Receives the reports of all env workers, and of the learner.
 
     Args:
         endpoint: Where to listen.
@@ -167,17 +229,17 @@ class Collector:
     def __init__(self, endpoint: str) -> None:
         self._socket = sockets.pull(zmq.Context.instance(), endpoint)
 
-    def collect(self, timeout: float) -> list[Report]:
+    def collect(self, timeout: float) -> list[Report | LearnerReport]:
         """What has arrived.
 
         Args:
             timeout: Seconds to wait for the first one.
         """
-        reports = []
+        reports: list[Report | LearnerReport] = []
         self._socket.poll(int(timeout * 1000))
         while True:
             try:
-                reports.append(Report.unpack(self._socket.recv(sockets.NOBLOCK)))
+                reports.append(unpack(self._socket.recv(sockets.NOBLOCK)))
             except zmq.Again:
                 return reports
             except DecodeError:

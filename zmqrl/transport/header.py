@@ -7,6 +7,7 @@ place in every version of the protocol, so that peers of different versions can 
 from __future__ import annotations
 
 import struct
+import zlib
 from enum import IntEnum
 from typing import Any, List, NamedTuple, Sequence, Tuple
 
@@ -14,6 +15,9 @@ from zmqrl.errors import DecodeError, VersionMismatch
 
 MAGIC = b"ZMQR"
 VERSION = 1
+
+REWARD = "reward"
+"""The name of the policy that reward workers serve."""
 
 MAX_FRAMES = 4096
 """The most large-buffer frames that one message may have."""
@@ -43,6 +47,15 @@ class Op(IntEnum):
     BATCH = 33  # shards to run
     RESULT = 34  # their replies; the worker is idle again
 
+    # Learner leg
+    TRAJECTORY = 48  # steps of a shard; the request id is its number, from 1, in its sender's life
+    ACK = 49  # learner: every trajectory up to the number in the request id is here
+    BEGIN = 50  # may the stage in the header begin a trajectory? The request id names the question
+    GO = 51  # learner: it may
+    WANT = 52  # rollout worker: send me weights newer than those that I have, once there are any
+    WEIGHTS = 53  # learner: here they are
+    EVALUATE = 54  # eval worker: I am idle, the request id is my last evaluation; learner: do this one
+
 
 FLAG_EVAL = 1
 """The request wants deterministic actions (`eval`); without it, sampled ones (`train`)."""
@@ -69,7 +82,7 @@ class Header(NamedTuple):
     budget_ms: int = 0
     """Milliseconds that the sender still waits. Relative, so that no clocks need to agree."""
     policy_id: int = 0
-    """Which policy is asked; 0 is the pool's own, and the only one that this version knows."""
+    """Which policy is asked: `policy_id_of` its name."""
     queue_us: int = 0
     """Reply: microseconds that the request waited in the broker's queue."""
     predict_us: int = 0
@@ -98,6 +111,18 @@ def unpack(first: bytes) -> Header:
     if len(first) < HEADER_SIZE:
         raise DecodeError(f"a header has {HEADER_SIZE} bytes, this message {len(first)}")
     return Header(*_HEADER.unpack_from(first)[2:])
+
+
+def policy_id_of(name: str) -> int:
+    """The number that stands for a policy's name in a header.
+
+    Args:
+        name: Of the policy; "" is the pool's own, the default one.
+
+    Returns:
+        0 for the default policy, and never 0 for another.
+    """
+    return (zlib.crc32(name.encode("utf-8")) or 1) if name else 0
 
 
 def request_id_of(first: bytes) -> int:

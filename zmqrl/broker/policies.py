@@ -1,0 +1,123 @@
+"""The policies of the pool: each has rollout workers, clients and waiting requests of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from zmqrl.broker.records import Client, Worker
+from zmqrl.broker.scheduling import FixedRanks, Limits, Peers, Schedule, SharedQueue
+from zmqrl.errors import DecodeError
+from zmqrl.transport.header import policy_id_of
+
+_MAX_NAMES = 1000
+
+_MAX_SHOWN = 100
+"""Policies in the status, which has to fit into a message."""
+
+
+@dataclass(slots=True, eq=False)
+class Policy:
+    """What some rollout workers serve, and the requests that wait for it."""
+
+    number: int
+    """The policy id of requests; see `policy_id_of`."""
+    name: str | None
+    """None until a worker has named it: requests know the number only."""
+    peers: Peers
+    schedule: Schedule
+
+    def __str__(self) -> str:
+        if self.number == 0:
+            return "the default policy"
+        return (
+            f"the policy with the id {self.number}" if self.name is None else f"the policy {self.name!r}"
+        )
+
+
+class Policies:
+    """The default policy, and those named ones that a worker serves or a request waits for.
+
+    No other is kept, because policy ids cost a client nothing. Those who have asked for a policy are
+    forgotten with it.
+
+    Args:
+        decoupled: How the default policy is scheduled. A named one always has a shared queue: it needs
+            no ranks, and no barrier waits for it.
+        limits: What bounds a batch of any policy.
+    """
+
+    def __init__(self, decoupled: bool, limits: Limits) -> None:
+        self._limits = limits
+        peers = Peers()
+        schedule = SharedQueue(peers, limits) if decoupled else FixedRanks(peers, limits)
+        self.default = Policy(0, "", peers, schedule)
+        self._kept = {0: self.default}
+        self._names: dict[int, str] = {}
+        """What workers have called the policies; outlives them, to name what nobody serves any more."""
+
+    def asked_by(self, client: Client, number: int) -> Policy:
+        """The policy of a request; its client is one of the policy's from now on."""
+        policy = self._kept.get(number) or self._begin(number, self._names.get(number))
+        if client.peer not in policy.peers.clients:
+            policy.peers.add_client(client)
+        return policy
+
+    def named(self, name: str) -> Policy:
+        """The policy that a worker wants to serve.
+
+        Raises:
+            DecodeError: Another name has the same number.
+        """
+        number = policy_id_of(name)
+        policy = self._kept.get(number) or self._begin(number, name)
+        if policy.name not in (None, name):
+            raise DecodeError(
+                f"HELLO: the policies {name!r} and {policy.name!r} have the same id {number}; rename one"
+            )
+        policy.name = name
+        self._remember(number, name)
+        return policy
+
+    def forget_client(self, client: Client) -> None:
+        """A client is gone."""
+        for policy in self._kept.values():
+            policy.peers.remove_client(client)
+
+    def forget_unused(self, policy: Policy) -> None:
+        """Let go of a policy that nobody serves and nobody waits for; the default one stays."""
+        if not policy.peers.workers and not len(policy.schedule) and policy is not self.default:
+            del self._kept[policy.number]
+
+    def wake_at(self, idle: Iterable[Worker], now: float) -> float | None:
+        """When an idle worker next has to be given a partial batch; None if there is no such time.
+
+        Args:
+            idle: The workers that wait for work.
+            now: Seconds.
+        """
+        if not self._limits.max_wait:
+            return None  # nothing is held open; spares the look at every idle worker
+        wakes = [policy.schedule.wake_at() for policy in {worker.policy for worker in idle}]
+        # One that is past was looked at already: the batch is not for a worker that is idle.
+        return min((wake for wake in wakes if wake is not None and wake > now), default=None)
+
+    def waiting(self) -> dict[str, int]:
+        """The number of waiting requests by policy: its name, or else its number."""
+        return {
+            str(policy.number) if policy.name is None else policy.name: len(policy.schedule)
+            for policy in islice(self._kept.values(), _MAX_SHOWN)
+        }
+
+    def _begin(self, number: int, name: str | None) -> Policy:
+        peers = Peers()
+        policy = Policy(number, name, peers, SharedQueue(peers, self._limits))
+        self._kept[number] = policy
+        return policy
+
+    def _remember(self, number: int, name: str) -> None:
+        self._names.pop(number, None)  # the latest stand last
+        if len(self._names) >= _MAX_NAMES:
+            del self._names[next(iter(self._names))]
+        self._names[number] = name

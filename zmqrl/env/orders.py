@@ -1,0 +1,101 @@
+"""Evaluations that the learner asks for: eval workers wait for them and say when they are done."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from zmqrl.errors import DecodeError
+from zmqrl.transport import sockets
+from zmqrl.transport.codec import decode_meta, encode_meta
+from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+
+_ASK_EVERY = 0.5
+_REBUILD_AFTER = 10.0
+"""Seconds without an answer after which the socket is made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An evaluation to be done."""
+
+    number: int
+    version: int
+    """Of the weights that are evaluated."""
+    env_steps: int
+    """Of training, when it was ordered."""
+
+
+class Orders:
+    """Asks the learner what is to be evaluated.
+
+    Args:
+        endpoint: The learner's.
+        name: The eval worker's.
+    """
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        self._endpoint = endpoint
+        self._name = name
+        self._done = 0
+        self._asked = float("-inf")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._connect()
+
+    def next(self, timeout: float) -> Order | None:
+        """The next evaluation, if the learner asks for one.
+
+        Args:
+            timeout: Seconds to wait.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            now = time.monotonic()
+            if now >= self._heard + _REBUILD_AFTER:
+                self._socket.close(0)
+                self._connect()
+            if now >= self._asked + _ASK_EVERY:
+                self._ask()
+            wake = min(until, self._asked + _ASK_EVERY)
+            if self._socket.poll(max(0, int((wake - now) * 1000 + 0.999))):
+                order = self._read()
+                if order is not None:
+                    return order
+            if time.monotonic() >= until:
+                return None
+
+    def done(self, order: Order) -> None:
+        """Say that an evaluation is done."""
+        self._done = order.number
+        self._ask()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self._context.term()
+
+    def _connect(self) -> None:
+        self._socket = sockets.dealer(self._context, self._endpoint)
+        self._heard = time.monotonic()
+
+    def _ask(self) -> None:
+        self._asked = time.monotonic()
+        try:
+            header = Header(Op.EVALUATE, request_id=self._done)
+            self._socket.send(header.pack() + encode_meta({"name": self._name}), sockets.NOBLOCK)
+        except zmq.Again:
+            pass  # it is repeated
+
+    def _read(self) -> Order | None:
+        first = self._socket.recv_multipart()[0]
+        try:
+            header = unpack(first)
+            fields = decode_meta(first[HEADER_SIZE:])
+        except DecodeError:
+            return None
+        self._heard = time.monotonic()
+        if header.op != Op.EVALUATE or header.request_id <= self._done:
+            return None
+        return Order(header.request_id, header.policy_version, int(fields.get("env_steps", 0)))

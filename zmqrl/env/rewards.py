@@ -1,0 +1,102 @@
+"""Rewards that a model gives: asked of the reward workers, without waiting for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zmqrl.client import Pending, PolicyClient
+from zmqrl.config import RewardConfig
+from zmqrl.env.adapters import Step
+from zmqrl.recording import Recording
+from zmqrl.transport.header import REWARD
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The rewards of one step, on their way."""
+
+    pending: Pending
+    stage: int
+    handle: Any
+    """What the recording wants with them."""
+    rows: np.ndarray
+    """bool `[N]`: which rows the model's rewards are for; the others get 0."""
+
+
+class RewardRequests:
+    """Asks the policy named `reward` about steps, and gives what it says to the recording.
+
+    The model gets, for N transitions, a dict of `observation`, `actions`, `next_observation` (the final
+    one where an episode ended), `terminated` and `truncated`, and returns `rewards`, `[N]`.
+
+    Args:
+        config: The section `reward`.
+        client: The env worker's.
+        recording: Where rewards go.
+    """
+
+    def __init__(self, config: RewardConfig, client: PolicyClient, recording: Recording) -> None:
+        self._config = config
+        self._client = client
+        self._recording = recording
+        self._asked: deque[_Asked] = deque()
+
+    def record(self, stage: int, observation: Any, actions: Any, step: Step) -> None:
+        """Record a step whose rewards are still to come.
+
+        Raises:
+            ClientError: Earlier rewards did not come.
+        """
+        done = (step.terminated | step.truncated) & step.valid
+        rows = step.valid if self._config.when == "step" else done
+        late = bool(rows.any())
+        handle = self._recording.outcome(
+            stage,
+            None if late else np.zeros(len(rows)),
+            step.terminated,
+            step.truncated,
+            step.final_observation,
+            step.valid,
+        )
+        if late:
+            following = step.observation if step.final_observation is None else step.final_observation
+            tree = {
+                "observation": observation,
+                "actions": actions,
+                "next_observation": _merged(step.observation, following, done),
+                "terminated": step.terminated,
+                "truncated": step.truncated,
+            }
+            pending = self._client.submit(
+                tree, timeout=self._config.timeout_s, copy=False, stage=stage, policy=REWARD
+            )
+            self._asked.append(_Asked(pending, stage, handle, rows))
+        self.collect()
+
+    def collect(self) -> None:
+        """Give the recording what has come, without waiting.
+
+        Raises:
+            ClientError: Rewards did not come, with the reason.
+        """
+        while self._asked and self._asked[0].pending.done():
+            asked = self._asked.popleft()
+            rewards = np.reshape(asked.pending.result()["rewards"], -1)
+            self._recording.late_reward(asked.stage, asked.handle, np.where(asked.rows, rewards, 0.0))
+
+
+def _merged(tree: Any, final: Any, done: np.ndarray) -> Any:
+    """`tree` with the rows of `final` where an episode is done."""
+    if isinstance(tree, dict):
+        return {key: _merged(child, final[key], done) for key, child in tree.items()}
+    if isinstance(tree, np.ndarray):
+        return np.where(done.reshape(-1, *[1] * (tree.ndim - 1)), final, tree)
+    if isinstance(tree, (list, tuple)) and len(tree) == len(done) and isinstance(tree[0], str):
+        return [last if over else row for row, last, over in zip(tree, final, done, strict=True)]
+    if isinstance(tree, (list, tuple)):
+        return [_merged(child, final[i], done) for i, child in enumerate(tree)]
+    return tree

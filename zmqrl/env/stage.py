@@ -1,0 +1,80 @@
+"""One group of an env worker's simulators, and the episodes that they play."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from zmqrl.client import Pending
+from zmqrl.env.adapters import ShardEnv, Step
+from zmqrl.telemetry.report import Episode
+
+
+class Stage:
+    """A shard, its request in flight, its episodes.
+
+    Args:
+        shard: The simulators.
+        index: The pipeline stage.
+        first_env: Index, over all env workers, of the shard's first row.
+        quota: Episodes that each row plays; None for no end.
+    """
+
+    def __init__(self, shard: ShardEnv, index: int, first_env: int, quota: int | None) -> None:
+        self.shard = shard
+        self.index = index
+        self.first_env = first_env
+        self.observation: Any = None
+        """What to act on next, as the simulators gave it."""
+        self.pending: Pending | None = None
+        """The request for those actions; None while they may not be asked for yet."""
+        self.sent = 0.0
+        self.held_since: float | None = None
+        """Since when the learner holds the next trajectory back."""
+        self._quota = quota
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to count anew: no row has played an episode."""
+        rows = self.shard.num_envs
+        self._played = np.zeros(rows, dtype=np.int64)
+        self._return = np.zeros(rows)
+        self._length = np.zeros(rows, dtype=np.int64)
+        self._success_once = np.zeros(rows, dtype=bool)
+
+    def finished(self) -> bool:
+        """Whether every row has played its episodes."""
+        return self._quota is not None and bool((self._played >= self._quota).all())
+
+    def account(self, step: Step) -> list[Episode]:
+        """Count a step; rows that have played their episodes are stepped on but no longer counted.
+
+        A reward that is no number counts as 0 here.
+
+        Returns:
+            The episodes that it ended.
+        """
+        self._return += np.where(step.valid & np.isfinite(step.reward), step.reward, 0.0)
+        self._length += step.valid
+        if step.success is not None:
+            self._success_once |= step.success & step.valid
+        ended = []
+        for row in np.flatnonzero((step.terminated | step.truncated) & step.valid):
+            if self._quota is None or self._played[row] < self._quota:
+                ended.append(self._episode(int(row), step))
+            self._played[row] += 1
+            self._return[row] = self._length[row] = 0
+            self._success_once[row] = False
+        return ended
+
+    def _episode(self, row: int, step: Step) -> Episode:
+        known = step.success is not None
+        return Episode(
+            env=self.first_env + row,
+            number=int(self._played[row]),
+            total_return=float(self._return[row]),
+            length=int(self._length[row]),
+            success_once=bool(self._success_once[row]) if known else None,
+            success_at_end=bool(step.success[row]) if step.success is not None else None,
+        )

@@ -1,0 +1,65 @@
+"""The gates that keep learner and env workers at one pace.
+
+*Ratio* (`algorithm.updates_per_env_step`): the learner makes no more updates than the env steps allow,
+and the env workers begin no trajectory that would put them ahead of the updates by more than the slack.
+The slack is at least all trajectories under way, and a gate closes only between trajectories: else both
+sides could wait for each other.
+
+*Staleness* (`algorithm.staleness_threshold`, S): with V versions published after the first one, at most
+`(S + V + 1) x trajectories per version` are begun in all, so that none can lag behind by more than S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far both sides are."""
+
+    updates: int = 0
+    """Gradient updates done."""
+    env_steps: int = 0
+    """Env steps that have arrived."""
+    trajectories: int = 0
+    """Trajectories that have arrived and were not dropped."""
+    versions: int = 0
+    """Publications after the first one."""
+    under_way: int = 0
+    """Trajectories under way."""
+    env_steps_under_way: int = 0
+    hungry: bool = True
+    """Whether the algorithm needs more data before it can do anything at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The two rules; None switches one off."""
+
+    updates_per_env_step: float | None = None
+    slack_steps: int = 0
+    staleness_threshold: int | None = None
+    trajectories_per_version: int = 1
+
+    def may_update(self, progress: Progress) -> bool:
+        """Whether the learner may make one more update."""
+        ratio = self.updates_per_env_step
+        return ratio is None or progress.updates + 1 <= progress.env_steps * ratio
+
+    def may_begin(self, progress: Progress, env_steps: int) -> bool:
+        """Whether an env worker may begin a trajectory of so many env steps."""
+        return self._within_ratio(progress, env_steps) and self._fresh_enough(progress)
+
+    def _within_ratio(self, progress: Progress, env_steps: int) -> bool:
+        ratio = self.updates_per_env_step
+        if ratio is None or progress.hungry:
+            return True
+        ahead = progress.env_steps + progress.env_steps_under_way + env_steps
+        return ahead <= progress.updates / ratio + self.slack_steps
+
+    def _fresh_enough(self, progress: Progress) -> bool:
+        if self.staleness_threshold is None:
+            return True
+        capacity = (self.staleness_threshold + progress.versions + 1) * self.trajectories_per_version
+        return progress.trajectories + progress.under_way < capacity

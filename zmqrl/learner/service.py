@@ -1,0 +1,390 @@
+"""The learner's socket, in a thread of its own: it acknowledges, opens gates and hands out weights.
+
+While the learner computes, this thread answers. What it shares with the learner is guarded by one lock,
+which nobody holds for longer than a few lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import zmq
+
+from zmqrl.errors import ConfigError, DecodeError
+from zmqrl.learner.gate import Gate, Progress
+from zmqrl.learner.ledger import Ledger, Sender
+from zmqrl.learner.snapshot import Snapshot
+from zmqrl.spaces import Spaces
+from zmqrl.transport import sockets
+from zmqrl.transport.codec import MAX_META, decode_meta, encode_meta
+from zmqrl.transport.header import HEADER_SIZE, MAX_FRAMES, Header, Op, request_id_of, unpack
+
+log = logging.getLogger(__name__)
+
+_POLL_MS = 50
+_PROBE_EVERY = 1.0
+_MOST_WAITING = 64
+"""Trajectories that wait for the learner; those beyond are not acknowledged until it has caught up."""
+
+_MOST_WAITING_BYTES = 512 << 20
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A trajectory that waits for the learner, as it came."""
+
+    sender: Sender
+    number: int
+    frames: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An evaluation that the eval workers are to do."""
+
+    number: int
+    version: int
+    env_steps: int
+    step: int
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the service and the learner both touch, under `lock`."""
+
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    ledger: Ledger = field(default_factory=Ledger)
+    inbox: deque[Arrival] = field(default_factory=deque)
+    inbox_bytes: int = 0
+    newest: Snapshot | None = None
+    pinned: Snapshot | None = None
+    order: Order | None = None
+    finished: dict[str, int] = field(default_factory=dict)
+    """By eval worker: the number of the last evaluation that it has done."""
+    workers: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By rollout worker: the version that it serves, how often it loaded weights, how often in vain."""
+    spaces: Spaces | None = None
+    updates: int = 0
+    versions: int = 0
+    dropped: int = 0
+    """Trajectories that have arrived but are stale or do not fit."""
+    hungry: bool = True
+    failure: BaseException | None = None
+
+    def progress(self, now: float) -> Progress:
+        """How far both sides are."""
+        count, env_steps = self.ledger.under_way(now)
+        return Progress(
+            updates=self.updates,
+            env_steps=self.ledger.env_steps,
+            trajectories=self.ledger.received - self.dropped,
+            versions=self.versions,
+            under_way=count,
+            env_steps_under_way=env_steps,
+            hungry=self.hungry,
+        )
+
+
+@dataclass(slots=True)
+class _Question:
+    """A stage that asks whether it may begin a trajectory."""
+
+    peer: bytes
+    stage: int
+    request_id: int
+    env_steps: int
+
+
+@dataclass(slots=True)
+class _Want:
+    """A rollout worker that waits for newer weights."""
+
+    request_id: int
+    version: int
+    pinned: int
+    answered: bool = False
+
+
+class Service:
+    """Owns the learner's ROUTER.
+
+    Args:
+        endpoint: Where to bind.
+        epoch: Names this life of the learner.
+        gate: When trajectories may begin.
+        shared: What the learner touches too.
+        max_message_mb: Mebibytes of one frame of a trajectory.
+
+    Raises:
+        EndpointError: The endpoint is malformed, in use, or cannot be bound.
+    """
+
+    def __init__(
+        self, endpoint: str, epoch: int, gate: Gate, shared: Shared, max_message_mb: int
+    ) -> None:
+        self._lock_file: IO[str] | None = sockets.lock_endpoint(endpoint)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = sockets.router(self._context, endpoint, max_message_mb=max_message_mb)
+        self.endpoint = sockets.bound_endpoint(self._socket)
+        self._epoch = epoch
+        self._gate = gate
+        self._shared = shared
+        self._questions: dict[tuple[bytes, int], _Question] = {}
+        self._wants: dict[bytes, _Want] = {}
+        self._owed: dict[bytes, Sender] = {}
+        self._probed = time.monotonic()
+        self._handlers: dict[int, Callable[[bytes, Header, list[Any]], None]] = {
+            Op.HELLO: self._hello,
+            Op.TRAJECTORY: self._trajectory,
+            Op.BEGIN: self._begin,
+            Op.WANT: self._want,
+            Op.EVALUATE: self._evaluate,
+            Op.BYE: self._bye,
+        }
+        self._wake_in = self._context.socket(zmq.PULL)
+        self._wake_in.bind("inproc://wake")
+        self._wake_out = self._context.socket(zmq.PUSH)
+        self._wake_out.connect("inproc://wake")
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="learner-service", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let the thread look at once at what has changed; called by the learner's thread only."""
+        self._wake_out.send(b"")
+
+    def close(self) -> None:
+        """End the thread, and close the socket."""
+        self._stopping = True
+        self.wake()
+        self._thread.join()
+        self._wake_out.close()
+        self._context.term()
+        if self._lock_file is not None:
+            self._lock_file.close()
+
+    # -- The thread
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._wake_in, zmq.POLLIN)
+            while not self._stopping:
+                events = dict(poller.poll(_POLL_MS))
+                if self._wake_in in events:
+                    self._drain_wake()
+                with self._shared.lock:
+                    self._receive()
+                    self._open_gate()
+                    self._acknowledge()
+                    self._hand_out_weights()
+                    self._probe()
+        except BaseException as error:
+            with self._shared.lock:
+                self._shared.failure = error
+                self._shared.lock.notify_all()
+        finally:
+            self._socket.close()
+            self._wake_in.close()
+
+    def _drain_wake(self) -> None:
+        try:
+            while True:
+                self._wake_in.recv(sockets.NOBLOCK)
+        except zmq.Again:
+            pass
+
+    def _receive(self) -> None:
+        for _ in range(100):
+            try:
+                peer = self._socket.recv(sockets.NOBLOCK)
+            except zmq.Again:
+                return
+            frames: list[Any] = []
+            while self._socket.getsockopt(zmq.RCVMORE):
+                frame = self._socket.recv(sockets.NOBLOCK, copy=False)
+                if len(frames) <= MAX_FRAMES:
+                    frames.append(frame if frames else frame.bytes)
+            if frames:
+                self._handle(peer, frames)
+
+    def _handle(self, peer: bytes, frames: list[Any]) -> None:
+        try:
+            header = unpack(frames[0])
+            handler = self._handlers.get(header.op)
+            if handler is None:
+                raise DecodeError(f"op {header.op} has no meaning to a learner")
+            if header.frames != len(frames) - 1:
+                raise DecodeError(f"{len(frames) - 1} buffers came, the header says {header.frames}")
+            handler(peer, header, frames)
+        except (DecodeError, ConfigError) as error:
+            log.warning("a message to the learner is refused: %s", error)
+            fields = {"code": "refused", "message": str(error)}
+            error_header = Header(Op.ERROR, request_id=request_id_of(frames[0]))
+            self._send(peer, [error_header.pack() + encode_meta(fields)])
+
+    def _send(self, peer: bytes, frames: list[Any]) -> bool:
+        """Send without waiting for the peer; whether that was possible."""
+        try:
+            self._socket.send(peer, sockets.NOBLOCK_SNDMORE)
+            last = len(frames) - 1
+            for index, frame in enumerate(frames):
+                flags = sockets.NOBLOCK if index == last else sockets.NOBLOCK_SNDMORE
+                self._socket.send(frame, flags, copy=index == 0)
+        except zmq.Again:
+            return False  # it does not read; it asks again when it does
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(peer)
+            return False
+        return True
+
+    def _forget(self, peer: bytes) -> None:
+        self._shared.ledger.lost(peer)
+        self._wants.pop(peer, None)
+        self._owed.pop(peer, None)
+        for key in [key for key in self._questions if key[0] == peer]:
+            del self._questions[key]
+
+    # -- Env workers
+
+    def _hello(self, peer: bytes, header: Header, frames: list[Any]) -> None:
+        fields = decode_meta(frames[0][HEADER_SIZE:], MAX_META)
+        name, incarnation, first = (fields.get(key) for key in ("name", "incarnation", "first"))
+        if not isinstance(name, str) or not 0 < len(name) <= 200:
+            raise DecodeError("HELLO: name must be a str of 1 to 200 characters")
+        if type(incarnation) is not int or type(first) is not int or incarnation < 0 or first < 1:
+            raise DecodeError("HELLO: incarnation and first must be numbers")
+        self._check_spaces(name, Spaces.of_fields(fields.get("spaces")))
+        ledger = self._shared.ledger
+        sender, replaced = ledger.hello(peer, name, incarnation, first, time.monotonic())
+        if replaced is not None:
+            self._refuse(replaced, f"a new process took over the name {name!r}")
+        if sender is None:
+            self._refuse(peer, f"a newer process has the name {name!r}")
+            return
+        marks = {"acknowledged": sender.acknowledged, "received": sender.received}
+        self._send(peer, [Header(Op.WELCOME).pack() + encode_meta(marks)])
+
+    def _check_spaces(self, name: str, spaces: Spaces) -> None:
+        shared = self._shared
+        if shared.spaces is None:
+            shared.spaces = spaces
+            shared.lock.notify_all()
+        elif difference := shared.spaces.difference(spaces):
+            raise DecodeError(f"{name} has a simulator unlike that of the others: {difference}")
+
+    def _refuse(self, peer: bytes, why: str) -> None:
+        fields = {"code": "replaced", "message": why}
+        self._send(peer, [Header(Op.ERROR).pack() + encode_meta(fields)])
+
+    def _sender(self, peer: bytes) -> Sender | None:
+        sender = self._shared.ledger.senders.get(peer)
+        if sender is None:
+            self._send(peer, [Header(Op.UNKNOWN).pack()])
+        return sender
+
+    def _trajectory(self, peer: bytes, header: Header, frames: list[Any]) -> None:
+        sender = self._sender(peer)
+        shared = self._shared
+        if sender is None:
+            return
+        now = time.monotonic()
+        if shared.ledger.arrived(sender, header.request_id, header.stage, header.rows, now):
+            shared.inbox.append(Arrival(sender, header.request_id, frames))
+            shared.inbox_bytes += sum(len(frame) for frame in frames)
+            shared.lock.notify_all()
+        self._owed[peer] = sender
+
+    def _begin(self, peer: bytes, header: Header, frames: list[Any]) -> None:
+        sender = self._sender(peer)
+        if sender is not None:
+            sender.heard = time.monotonic()
+            sender.under_way.pop(header.stage, None)  # it would not ask if one were under way
+            question = _Question(peer, header.stage, header.request_id, header.rows)
+            self._questions[peer, header.stage] = question
+
+    def _bye(self, peer: bytes, header: Header, frames: list[Any]) -> None:
+        self._forget(peer)
+
+    def _open_gate(self) -> None:
+        """Answer the questions that can be answered with yes, in the order in which they came."""
+        now = time.monotonic()
+        ledger = self._shared.ledger
+        for key, question in list(self._questions.items()):
+            if not self._gate.may_begin(self._shared.progress(now), question.env_steps):
+                return
+            del self._questions[key]
+            sender = ledger.senders.get(question.peer)
+            if sender is not None:
+                ledger.begun(sender, question.stage, question.env_steps, now)
+                go = Header(Op.GO, request_id=question.request_id, stage=question.stage)
+                self._send(question.peer, [go.pack()])
+
+    def _acknowledge(self) -> None:
+        shared = self._shared
+        if len(shared.inbox) >= _MOST_WAITING or shared.inbox_bytes >= _MOST_WAITING_BYTES:
+            return
+        for peer, sender in self._owed.items():
+            sender.acknowledged = sender.received
+            self._send(peer, [Header(Op.ACK, request_id=sender.received).pack()])
+        self._owed.clear()
+
+    def _probe(self) -> None:
+        """Look whether the senders are still connected: what a lost one had under way counts no more."""
+        now = time.monotonic()
+        if now < self._probed + _PROBE_EVERY:
+            return
+        self._probed = now
+        for peer in list(self._shared.ledger.senders):
+            self._send(peer, [Header(Op.PROBE).pack()])
+
+    # -- Rollout workers
+
+    def _want(self, peer: bytes, header: Header, frames: list[Any]) -> None:
+        fields = decode_meta(frames[0][HEADER_SIZE:])
+        known = self._wants.get(peer)
+        if known is not None and known.request_id == header.request_id and known.answered:
+            return  # the answer is on its way
+        here = fields.get("epoch") == self._epoch
+        numbers = {key: fields.get(key, 0) for key in ("version", "pinned", "loaded", "failed")}
+        if any(type(number) is not int for number in numbers.values()):
+            raise DecodeError("WANT: version, pinned, loaded and failed are numbers")
+        version, pinned = (numbers["version"], numbers["pinned"]) if here else (-1, -1)
+        self._wants[peer] = _Want(header.request_id, version, pinned)
+        if len(self._shared.workers) < 10_000:
+            self._shared.workers[str(fields.get("name"))[:200]] = numbers
+
+    def _hand_out_weights(self) -> None:
+        newest, pinned = self._shared.newest, self._shared.pinned
+        for peer, want in list(self._wants.items()):
+            if want.answered:
+                continue
+            if pinned is not None and want.pinned != pinned.version:
+                want.answered = self._send(peer, pinned.message(want.request_id, pinned=True))
+            elif newest is not None and want.version < newest.version:
+                want.answered = self._send(peer, newest.message(want.request_id, pinned=False))
+
+    # -- Eval workers
+
+    def _evaluate(self, peer: bytes, header: Header, frames: list[Any]) -> None:
+        name = str(decode_meta(frames[0][HEADER_SIZE:]).get("name"))[:200]
+        shared, done = self._shared, header.request_id
+        order = shared.order
+        if order is not None and done == order.number and shared.finished.get(name) != done:
+            shared.finished[name] = done
+            shared.lock.notify_all()
+        if order is not None and done < order.number:
+            answer = Header(Op.EVALUATE, request_id=order.number, policy_version=order.version)
+            fields = {"env_steps": order.env_steps, "step": order.step}
+            self._send(peer, [answer.pack() + encode_meta(fields)])
+        else:
+            self._send(peer, [Header(Op.WELCOME).pack() + encode_meta({})])

@@ -1,0 +1,366 @@
+"""The learner's loop: trajectories to updates, updates to weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zmqrl.config import Config
+from zmqrl.errors import CheckpointError, ConfigError, DataError
+from zmqrl.learner import checkpoint
+from zmqrl.learner.algorithm import Algorithm, Update, make_algorithm
+from zmqrl.learner.gate import Gate, Progress
+from zmqrl.learner.port import Learner
+from zmqrl.process import StopSignal
+from zmqrl.spaces import Spaces
+from zmqrl.telemetry.report import LearnerReport, Reporter
+from zmqrl.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY = 0.1
+"""Seconds after which a wait looks whether it should go on."""
+
+_LAST_WORDS = 1.0
+"""Seconds without a trajectory after which a stopped learner takes its books to be complete."""
+
+
+class LearnerWorker:
+    """Learns from trajectories, publishes weights, orders evaluations, writes checkpoints.
+
+    Args:
+        config: The whole configuration.
+        stop: Ends the loop between two updates.
+
+    Raises:
+        EndpointError: The endpoint is in use, or cannot be bound.
+        CheckpointError: There is no checkpoint to go on from.
+    """
+
+    def __init__(self, config: Config, stop: StopSignal) -> None:
+        self._config = config
+        self._stop = stop
+        torch.manual_seed(config.actor.seed)
+        torch.set_num_threads(config.actor.torch_threads)
+        resume = config.runner.resume_dir
+        self._resume_from = None if resume is None else checkpoint.find(Path(resume))
+        logger = config.runner.logger
+        self._folder = Path(logger.log_path) / logger.experiment_name / "checkpoints"
+        self._gate = gate_of(config)
+        self._port = Learner(
+            config.actor.endpoint,
+            gate=self._gate,
+            max_message_mb=config.broker.max_message_mb,
+            with_spaces=config.rollout.policy is None,
+        )
+        self._reporter = Reporter(config.runner.report)
+        self._report = LearnerReport()
+        self._staleness = Staleness()
+        self._before = 0
+        """Trajectories of the lives before this one, as far as the checkpoint knows of them."""
+        self._step = 0
+        self._updates = 0
+        self._env_steps = 0
+        self._published_at = self._evaluated_at = self._saved_at = -1
+        self._evaluation_due = False
+        self._hungry = True
+        self._update_s = self._gate_s = 0.0
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def endpoint(self) -> str:
+        """Where the learner listens."""
+        return self._port.endpoint
+
+    def run(self) -> None:
+        """Learn until the end of the run, and serve until stopped.
+
+        Raises:
+            ConfigError: The algorithm cannot do with the simulators.
+            RunFailed: A loss is not finite, or receiving failed.
+        """
+        try:
+            spaces = self._wait_for_spaces()
+            if spaces is None:
+                return
+            algorithm = make_algorithm(spaces, self._config)
+            self._restore(algorithm)
+            self._publish(algorithm)
+            while not self._stop() and not self._is_over():
+                self._turn(algorithm)
+            if self._is_over():
+                self._finish(algorithm)
+            self._take_the_last(algorithm)
+            self._save(algorithm, spaces)
+        finally:
+            self._tell(now=True)
+            self._reporter.close()
+            self._port.close()
+
+    # -- The loop
+
+    def _turn(self, algorithm: Algorithm) -> None:
+        """Take what has arrived, and make one update if the gate allows."""
+        allowed = self._gate.may_update(Progress(updates=self._updates, env_steps=self._env_steps))
+        begin = time.perf_counter()
+        self._take(algorithm, 0.0 if allowed and not self._hungry else _LOOK_EVERY)
+        self._gate_s += time.perf_counter() - begin
+        if self._gate.may_update(Progress(updates=self._updates, env_steps=self._env_steps)):
+            begin = time.perf_counter()
+            update = algorithm.update(self._progress())
+            self._update_s += time.perf_counter() - begin
+            self._hungry = update is None
+            if update is not None:
+                self._count(algorithm, update)
+        self._port.note(self._updates, self._hungry)
+        if self._evaluation_due:
+            self._evaluate()
+        self._tell()
+
+    def _take(self, algorithm: Algorithm, timeout: float) -> int:
+        arrived = self._port.receive(timeout)
+        for trajectory in arrived:
+            self._env_steps += trajectory.env_steps
+            self._add(algorithm, trajectory)
+        return len(arrived)
+
+    def _add(self, algorithm: Algorithm, trajectory: Trajectory) -> None:
+        lag = self._port.version - int(trajectory.versions.min())
+        threshold = self._config.algorithm.staleness_threshold
+        stale = algorithm.on_policy and threshold is not None and lag > threshold
+        self._staleness.note(lag, stale)
+        if stale:
+            self._port.drop(trajectory)
+            return
+        try:
+            algorithm.add(trajectory)
+        except DataError as error:
+            self._port.drop(trajectory)
+            log.warning("a trajectory of %s is dropped: %s", trajectory.origin, error)
+
+    def _count(self, algorithm: Algorithm, update: Update) -> None:
+        self._updates += update.updates
+        self._metrics.update(update.metrics)
+        if not update.ends_step:
+            return
+        self._step += 1
+        runner = self._config.runner
+        if self._step % runner.weight_sync_interval == 0:
+            self._publish(algorithm)
+        if runner.val_check_interval > 0 and self._step % runner.val_check_interval == 0:
+            self._evaluation_due = True
+        if runner.save_interval > 0 and self._step % runner.save_interval == 0:
+            self._save(algorithm, self._spaces)
+
+    def _publish(self, algorithm: Algorithm) -> None:
+        if self._published_at != self._step:
+            self._port.publish(algorithm.actor.state_dict())
+            self._published_at = self._step
+
+    def _evaluate(self) -> None:
+        """Order the evaluation that is due, unless one is under way."""
+        if self._port.evaluation_is_over(self._config.env_workers("eval")):
+            self._evaluation_due = False
+            self._evaluated_at = self._published_at
+            self._port.evaluate(self._env_steps, self._step)
+
+    def _progress(self) -> float:
+        """The share of the run that is done; 0 if it has no end."""
+        runner, last = self._config.runner, self._config.last_step
+        shares = [0.0]
+        if last is not None:
+            shares.append(self._step / max(1, last))
+        if runner.max_env_steps >= 0:
+            shares.append(self._env_steps / max(1, runner.max_env_steps))
+        return min(1.0, max(shares))
+
+    def _is_over(self) -> bool:
+        return self._config.has_an_end and self._progress() >= 1.0
+
+    # -- Begin and end
+
+    def _wait_for_spaces(self) -> Spaces | None:
+        """The spaces that the first env worker tells; None if the learner is stopped first."""
+        while not self._stop():
+            spaces = self._port.wait_for_spaces(0.25)
+            self._tell()
+            if spaces is not None:
+                self._spaces = spaces
+                return spaces
+        return None
+
+    def _finish(self, algorithm: Algorithm) -> None:
+        """Evaluate the last weights, and wait to be stopped."""
+        self._publish(algorithm)
+        evaluates = self._config.runner.val_check_interval > 0
+        self._evaluation_due = evaluates and self._evaluated_at != self._published_at
+        log.info("learned for %d env steps, %d updates", self._env_steps, self._updates)
+        while not self._stop():
+            self._take(algorithm, _LOOK_EVERY)
+            if self._evaluation_due:
+                self._evaluate()
+            elif not self._report.finished:
+                workers = self._config.env_workers("eval")
+                self._report.finished = not evaluates or self._port.evaluation_is_over(workers)
+                self._tell(now=self._report.finished)
+            self._tell()
+
+    def _take_the_last(self, algorithm: Algorithm) -> None:
+        """Take what env workers delivered before they ended: they were told to end first."""
+        until = time.monotonic() + _LAST_WORDS
+        while self._take(algorithm, 0.2) and time.monotonic() < until:
+            pass
+
+    def _save(self, algorithm: Algorithm, spaces: Spaces) -> None:
+        if self._saved_at == self._step:
+            return
+        actor = {
+            "version": self._port.version,
+            "spaces": spaces.fields(),
+            "weights": dict(algorithm.actor.state_dict()),
+        }
+        state = {
+            "algorithm": algorithm.state_dict(),
+            "port": self._port.state_dict(),
+            "step": self._step,
+            "updates": self._updates,
+            "env_steps": self._env_steps,
+            "random": torch.get_rng_state(),
+        }
+        begin = time.perf_counter()
+        try:
+            path = checkpoint.save(self._folder, self._step, actor, state)
+        except CheckpointError as error:
+            log.error("%s; training goes on", error)
+            return
+        self._saved_at = self._step
+        self._metrics["time/actor/checkpoint"] = time.perf_counter() - begin
+        log.info("checkpoint %s", path)
+
+    def _restore(self, algorithm: Algorithm) -> None:
+        """Go on from the checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: It is damaged, or of another architecture.
+        """
+        if self._resume_from is None:
+            return
+        state = checkpoint.load(self._resume_from, checkpoint.STATE)
+        try:
+            algorithm.load_state_dict(state["algorithm"])
+            self._port.load_state_dict(state["port"])
+            self._step, self._updates = state["step"], state["updates"]
+            self._env_steps = state["env_steps"]
+            torch.set_rng_state(state["random"])
+        except CheckpointError as error:
+            raise CheckpointError(f"the checkpoint {self._resume_from}: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"the checkpoint {self._resume_from} lacks {error}") from error
+        books = self._port.books()
+        self._before = books["received"] + books["rolled_back"]
+        self._saved_at = self._step
+        log.info("goes on from %s at %d env steps", self._resume_from, self._env_steps)
+
+    # -- What the runner reads
+
+    def _tell(self, now: bool = False) -> None:
+        if now or self._reporter.due():
+            self._report.metrics = self._all_metrics()
+            self._reporter.send_learner(self._report)
+
+    def _all_metrics(self) -> dict[str, Any]:
+        books = self._port.books()
+        workers = self._port.rollout_workers().values()
+        versions = [worker["version"] for worker in workers]
+        return {
+            "env_steps": self._env_steps,
+            "learner_updates": self._updates,
+            "achieved_updates_per_env_step": self._updates / max(1, self._env_steps),
+            "global_step": self._step,
+            "policy_version": self._port.version,
+            "trajectories_received": books["received"] - books["dropped"],
+            "trajectories_dropped": books["dropped"],
+            "trajectories_rolled_back": books["rolled_back"],
+            "trajectories_duplicate": books["duplicates"],
+            "trajectories_before": self._before,
+            "rollout/policy_version": min(versions, default=0),
+            "rollout/weights_loaded": sum(worker["loaded"] for worker in workers),
+            "rollout/weights_failed": sum(worker["failed"] for worker in workers),
+            "time/actor/update": self._update_s / max(1, self._updates),
+            "time/actor/gate_wait_total": self._gate_s,
+            "time/actor/update_total": self._update_s,
+            **self._staleness.metrics(),
+            **self._metrics,
+        }
+
+
+class Staleness:
+    """By how many versions trajectories lag behind at their arrival."""
+
+    def __init__(self) -> None:
+        self._count = self._dropped = 0
+        self._sum = self._max = 0
+
+    def note(self, lag: int, dropped: bool) -> None:
+        """Add one trajectory."""
+        self._count += 1
+        self._sum += lag
+        self._max = max(self._max, lag)
+        self._dropped += dropped
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and maximum over all trajectories, and how many were dropped for it."""
+        return {
+            "train/staleness/mean": self._sum / max(1, self._count),
+            "train/staleness/max": self._max,
+            "train/staleness/dropped": self._dropped,
+        }
+
+
+def gate_of(config: Config) -> Gate:
+    """The gate that the section `algorithm` asks for."""
+    algorithm = config.algorithm
+    per_step = config.env_workers("train") * config.env.pipeline_stages * config.env.train.rollout_epoch
+    return Gate(
+        updates_per_env_step=algorithm.updates_per_env_step,
+        slack_steps=algorithm.ratio_slack_steps or 2 * config.least_slack_steps,
+        staleness_threshold=algorithm.staleness_threshold,
+        trajectories_per_version=per_step * config.runner.weight_sync_interval,
+    )
+
+
+def actor_from(path: Path, config: Config) -> tuple[torch.nn.Module, int]:
+    """The actor of a checkpoint, built by the algorithm that the configuration names.
+
+    Returns:
+        The module with its weights, and their version.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of another architecture.
+        ConfigError: No algorithm is named that could build it.
+    """
+    from zmqrl.errors import DecodeError
+    from zmqrl.rollout.policy import state_difference
+
+    found = checkpoint.find(path)
+    content = checkpoint.load(found, checkpoint.ACTOR)
+    try:
+        spaces = Spaces.of_fields(content["spaces"])
+        weights, version = content["weights"], int(content["version"])
+    except (KeyError, TypeError, ValueError, DecodeError) as error:
+        raise CheckpointError(f"the checkpoint {found} lacks {error}") from error
+    if not config.algorithm.is_set:
+        raise ConfigError(
+            "runner.ckpt_path needs algorithm.name or algorithm.factory, which builds the policy; "
+            "take the configuration of the run that wrote it"
+        )
+    actor = make_algorithm(spaces, config).actor
+    difference = state_difference(actor.state_dict(), weights)
+    if difference:
+        raise CheckpointError(f"the checkpoint {found} does not fit the configured policy: {difference}")
+    actor.load_state_dict(weights)
+    return actor, version

@@ -1,0 +1,214 @@
+"""Records what happens to simulators, and sends it to the learner as trajectories."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any, Dict, Optional
+
+import numpy as np
+
+from zmqrl.errors import LearnerTimeout, LearnerUnreachable
+from zmqrl.spaces import Spaces
+from zmqrl.trajectory import TrajectoryBuilder, one_per_row
+from zmqrl.uplink import Uplink
+
+AUTORESET_MODES = ("disabled", "next_step", "same_step")
+
+
+class Recording:
+    """The trajectories of one client, of all its pipeline stages.
+
+    For each step of a stage: `asked` with the observations, `may_begin` until it says yes, `answered`
+    with the policy's reply, `outcome` with what the step gave.
+
+    Args:
+        endpoint: The learner's.
+        name: The client's.
+        incarnation: Of the client: its later processes have larger numbers.
+        steps: In a trajectory.
+        action_space: A Gymnasium space, of one simulator.
+        autoreset: How the simulators begin their next episode: `disabled`, `next_step` or `same_step`.
+        copy: Copy observations and replies, because their owner may overwrite them.
+
+    Raises:
+        EndpointError: The endpoint is malformed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        incarnation: int,
+        *,
+        steps: int,
+        action_space: Any,
+        autoreset: str = "disabled",
+        copy: bool = True,
+    ) -> None:
+        if autoreset not in AUTORESET_MODES:
+            raise ValueError(f"autoreset must be one of {', '.join(AUTORESET_MODES)}, not {autoreset!r}")
+        self._name = name
+        self._steps = steps
+        self._action_space = action_space
+        self._autoreset = autoreset
+        self._copy = copy
+        self._builders: Dict[int, TrajectoryBuilder] = {}
+        self._dropped_before = 0
+        self._resets: Dict[int, Any] = {}  # by stage: rows whose next step is a reset
+        self._uplink = Uplink(
+            endpoint,
+            {
+                "role": "env",
+                "name": name,
+                "incarnation": incarnation,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+            },
+        )
+
+    @property
+    def sent(self) -> int:
+        """Trajectories sent."""
+        return self._uplink.sent
+
+    @property
+    def unacknowledged(self) -> int:
+        """Trajectories of which the learner has not said that they are there."""
+        return self._uplink.unacknowledged
+
+    @property
+    def dropped(self) -> int:
+        """Trajectories given up because of numbers that are not finite."""
+        return sum(builder.dropped for builder in self._builders.values())
+
+    @property
+    def dropped_in_a_row(self) -> int:
+        """Those since the last one that was sent."""
+        return self.dropped - self._dropped_before
+
+    def problem(self, stage: int) -> str:
+        """What was wrong with the latest trajectory of `stage` that was dropped."""
+        return self._builders[stage].problem
+
+    def asked(self, stage: int, observation: Any) -> None:
+        """Note the observations that actions are asked for, and send the trajectory that they complete.
+
+        Args:
+            stage: The pipeline stage.
+            observation: A tree of `[N, ...]`.
+        """
+        builder = self._builders.get(stage)
+        if builder is None:
+            if not self._builders:
+                self._uplink.introduce(Spaces.of(observation, self._action_space))
+            final_is_next = self._autoreset == "next_step"
+            builder = TrajectoryBuilder(self._steps, self._name, self._copy, final_is_next)
+            self._builders[stage] = builder
+        builder.observe(observation)
+        self._send(stage)
+
+    def may_begin(self, stage: int) -> bool:
+        """Whether the actions may be asked for: yes within a trajectory, else as the learner says.
+
+        Raises:
+            LearnerRefused: It wants nothing from this client.
+        """
+        builder = self._builders[stage]
+        if not builder.begins or builder.leave:
+            return True
+        if self._uplink.may_begin(stage, builder.rows * self._steps):
+            self._uplink.begin(stage)
+            builder.leave = True
+        return builder.leave
+
+    def wait_to_begin(self, stage: int, deadline: float) -> None:
+        """Wait until `may_begin`.
+
+        Args:
+            stage: The pipeline stage.
+            deadline: Of `time.monotonic()`.
+
+        Raises:
+            LearnerUnreachable: No learner answered until then.
+            LearnerTimeout: It did, but lets no trajectory begin.
+            LearnerRefused: It wants nothing from this client.
+        """
+        while not self.may_begin(stage):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._late()
+            self._uplink.wait(min(left, 0.25))
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a word from the learner.
+
+        Raises:
+            LearnerRefused: It wants nothing from this client.
+        """
+        self._uplink.wait(seconds)
+
+    def answered(self, stage: int, reply: Dict[str, Any], version: Optional[int]) -> None:
+        """Note the policy's reply, arrays `[N, ...]`, and the version of its weights."""
+        self._builders[stage].act(reply, version or 0)
+
+    def outcome(
+        self,
+        stage: int,
+        reward: Any,
+        terminated: Any,
+        truncated: Any,
+        final_observation: Any = None,
+        valid: Any = None,
+    ) -> Any:
+        """Note what a step gave; see `TrajectoryBuilder.outcome`.
+
+        Raises:
+            ValueError: A shape is wrong, or a final observation is missing.
+        """
+        if valid is None and self._autoreset == "next_step":
+            valid = ~self._resets.get(stage, np.zeros(np.shape(terminated)[0], dtype=bool))
+        handle = self._builders[stage].outcome(reward, terminated, truncated, final_observation, valid)
+        if self._autoreset == "next_step":
+            rows = len(handle[0].valid[-1])
+            done = one_per_row("terminated", terminated, rows, bool)
+            done = done | one_per_row("truncated", truncated, rows, bool)
+            self._resets[stage] = done & handle[0].valid[-1]
+        return handle
+
+    def late_reward(self, stage: int, handle: Any, reward: Any) -> None:
+        """Add the reward of an earlier step, and send the trajectory that it completes.
+
+        Raises:
+            ValueError: The shape is wrong.
+        """
+        self._builders[stage].late_reward(handle, reward)
+        self._send(stage)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Say goodbye; what is complete is delivered first, what is not is dropped.
+
+        Args:
+            timeout: Seconds to wait for acknowledgements.
+        """
+        self._uplink.close(timeout)
+
+    def _send(self, stage: int) -> None:
+        for trajectory in self._builders[stage].take():
+            self._uplink.send(stage, trajectory)
+            self._dropped_before = self.dropped
+
+    def _late(self) -> Exception:
+        if not self._uplink.reached:
+            return LearnerUnreachable(
+                f"no learner answered at {self._uplink.endpoint} within the timeout; "
+                "is one running there (bin/start-learner)?"
+            )
+        if self._uplink.unacknowledged:
+            why = f"{self._uplink.unacknowledged} trajectories are not acknowledged yet"
+        else:
+            why = "its updates have to catch up first"
+        return LearnerTimeout(
+            f"the learner at {self._uplink.endpoint} let no trajectory begin within the timeout: {why}"
+        )

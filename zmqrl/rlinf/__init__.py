@@ -1,0 +1,5 @@
+"""Configurations of RLinf, made into ours."""
+
+from zmqrl.rlinf.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,5 @@
+"""`python -m zmqrl.rlinf`."""
+
+from zmqrl.rlinf import main
+
+raise SystemExit(main())

@@ -1,0 +1,231 @@
+"""Fetches weights from a learner, in a thread of its own, while the policy runs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from zmqrl.errors import DecodeError, StartupFailed, VersionMismatch
+from zmqrl.spaces import Spaces
+from zmqrl.transport import sockets
+from zmqrl.transport.checksum import checksum_of
+from zmqrl.transport.codec import MAX_META, decode, decode_meta, encode_meta
+from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+
+log = logging.getLogger(__name__)
+
+_ASK_EVERY = 1.0
+"""Seconds after which an unanswered question is repeated; the learner may have been restarted."""
+
+_REBUILD_AFTER = 30.0
+"""Seconds without a word, although the question was repeated, after which the socket is made anew. It is
+also how long one version may be on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One version, as it came."""
+
+    epoch: int
+    """Names the learner's life."""
+    version: int
+    arrays: dict[str, np.ndarray]
+    spaces: Spaces | None
+    """Of the simulators that the learner's actor was built for, if it says so."""
+
+
+class WeightsDownload:
+    """Keeps the newest weights of a learner at hand, and those that an evaluation is pinned to.
+
+    It asks for what is newer than what it has; the learner answers once there is any. Versions that come
+    faster than they arrive are skipped.
+
+    Args:
+        endpoint: The learner's.
+        name: The rollout worker's.
+    """
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        self.endpoint = endpoint
+        self.loaded = 0
+        """How often the policy took weights; told to the learner."""
+        self.failed = 0
+        """How often weights were damaged or did not fit."""
+        self._name = name
+        self._lock = threading.Condition()
+        self._newest: Weights | None = None
+        self._pinned: Weights | None = None
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._number = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._connect()
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def newest(self) -> Weights | None:
+        """The newest weights that have arrived; None before the first.
+
+        Raises:
+            StartupFailed: The thread that fetches them has failed.
+        """
+        with self._lock:
+            self._raise_failure()
+            return self._newest
+
+    def pinned(self, version: int, timeout: float) -> Weights | None:
+        """The weights of one version that an evaluation is pinned to.
+
+        Args:
+            version: Its number.
+            timeout: Seconds to wait for it.
+
+        Returns:
+            None if it does not come; the learner no longer has it, perhaps.
+
+        Raises:
+            StartupFailed: The thread that fetches them has failed.
+        """
+        until = time.monotonic() + timeout
+        with self._lock:
+            while True:
+                self._raise_failure()
+                for weights in (self._pinned, self._newest):
+                    if weights is not None and weights.version == version:
+                        return weights
+                left = until - time.monotonic()
+                if left <= 0:
+                    return None
+                self._lock.wait(left)
+
+    def wait(self, stopping: Callable[[], bool]) -> Weights | None:
+        """Wait for the first weights, and say now and then that they are awaited.
+
+        Returns:
+            None if `stopping` said so first.
+        """
+        said = time.monotonic()
+        while not stopping():
+            with self._lock:
+                self._raise_failure()
+                if self._newest is not None:
+                    return self._newest
+                self._lock.wait(0.25)
+            if time.monotonic() >= said + 5.0:
+                said = time.monotonic()
+                log.info("waiting for weights from the learner at %s", self.endpoint)
+        return None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stopping = True
+        self._thread.join()
+        self._context.term()
+
+    # -- The thread
+
+    def _run(self) -> None:
+        try:
+            self._want()
+            while not self._stopping:
+                if self._socket.poll(200):
+                    self._handle(self._socket.recv_multipart(copy=False))
+                    self._heard = time.monotonic()
+                    continue
+                now = time.monotonic()
+                if now >= self._heard + _REBUILD_AFTER:
+                    self._socket.close(0)
+                    self._connect()
+                    self._want()
+                elif now >= self._asked + _ASK_EVERY:
+                    self._ask()
+        except BaseException as error:
+            with self._lock:
+                self._failure = error
+                self._lock.notify_all()
+        finally:
+            self._socket.close(0)
+
+    def _connect(self) -> None:
+        self._socket = sockets.dealer(self._context, self.endpoint)
+        self._heard = time.monotonic()
+
+    def _want(self) -> None:
+        """Ask a new question: for what is newer than what is here now."""
+        self._number += 1
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asked = time.monotonic()
+        newest, pinned = self._newest, self._pinned
+        fields = {
+            "name": self._name,
+            "epoch": 0 if newest is None else newest.epoch,
+            "version": 0 if newest is None else newest.version,
+            "pinned": 0 if pinned is None else pinned.version,
+            "loaded": self.loaded,
+            "failed": self.failed,
+        }
+        try:
+            header = Header(Op.WANT, request_id=self._number)
+            self._socket.send(header.pack() + encode_meta(fields), sockets.NOBLOCK)
+        except zmq.Again:
+            pass  # it is repeated
+
+    def _handle(self, frames: list[Any]) -> None:
+        try:
+            header = unpack(frames[0].bytes)
+            if header.op != Op.WEIGHTS or header.request_id != self._number:
+                return
+            weights, pinned = _read(header, frames)
+        except VersionMismatch as error:
+            raise StartupFailed(f"{self.endpoint}: {error}") from None
+        except DecodeError as error:
+            self.failed += 1
+            log.warning("weights from %s are damaged, and asked for again: %s", self.endpoint, error)
+            self._stop_or_sleep()
+        else:
+            with self._lock:
+                if pinned:
+                    self._pinned = weights
+                else:
+                    self._newest = weights
+                self._lock.notify_all()
+        self._want()
+
+    def _stop_or_sleep(self) -> None:
+        """A moment's rest, so that damage that repeats does not keep the link busy."""
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until and not self._stopping:
+            time.sleep(0.05)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise StartupFailed(f"fetching weights failed: {self._failure}") from self._failure
+
+
+def _read(header: Header, frames: list[Any]) -> tuple[Weights, bool]:
+    """The weights in a WEIGHTS message, and whether they are those of an evaluation.
+
+    Raises:
+        DecodeError: They are not what was sent.
+    """
+    body = [frame.buffer for frame in frames[1:]]
+    if header.frames != len(body) or not body:
+        raise DecodeError(f"{len(body)} frames came, the header says {header.frames}")
+    if checksum_of(body) != header.signature:
+        raise DecodeError(f"version {header.policy_version} does not have its checksum")
+    notes = decode_meta(frames[0].bytes[HEADER_SIZE:], MAX_META)
+    arrays = decode(bytes(body[0]), frames[2:])
+    if not isinstance(arrays, dict) or type(notes.get("epoch")) is not int:
+        raise DecodeError("not weights")
+    spaces = Spaces.of_fields(notes["spaces"]) if "spaces" in notes else None
+    weights = Weights(notes["epoch"], header.policy_version, arrays, spaces)
+    return weights, bool(notes.get("pinned"))

@@ -1,0 +1,91 @@
+"""Makes the policy that a rollout worker of a configured pool serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from zmqrl.config import Config
+from zmqrl.errors import ConfigError, StartupFailed
+from zmqrl.rollout.download import Weights, WeightsDownload
+from zmqrl.rollout.policy import Policy, TensorPolicy, load_policy
+from zmqrl.rollout.versions import PolicyVersions
+from zmqrl.transport import sockets
+
+log = logging.getLogger(__name__)
+
+
+def make_policy(config: Config, name: str, stopping: Callable[[], bool]) -> PolicyVersions | None:
+    """The policy as the configuration wants it.
+
+    * `runner.ckpt_path`: with the weights of that checkpoint.
+    * a pool that learns: with the weights of the learner, newer ones as they come.
+    * else: as `rollout.policy` makes it.
+
+    What is run is `rollout.policy`, or, without one, the actor of the algorithm.
+
+    Args:
+        config: The whole configuration.
+        name: The rollout worker's.
+        stopping: Ends the wait for the first weights.
+
+    Returns:
+        None if it was stopped before the first weights came.
+
+    Raises:
+        ConfigError: Nothing says which policy to run.
+        PolicyLoadError, CheckpointError: It cannot be made, or takes other weights.
+    """
+    if config.runner.ckpt_path is not None:
+        return _from_checkpoint(config, Path(config.runner.ckpt_path))
+    if not config.learns:
+        return PolicyVersions(_own(config))
+    # The user's policy first: what is wrong with it shows before a learner is there.
+    policy = None if config.rollout.policy is None else _own(config)
+    download = WeightsDownload(config.actor.endpoint or sockets.local_endpoint("learner"), name)
+    weights = download.wait(stopping)
+    if weights is None:
+        download.close()
+        return None
+    versions = PolicyVersions(policy or _actor(config, weights), download)
+    versions.refresh()
+    return versions
+
+
+def _own(config: Config) -> Policy:
+    rollout = config.rollout
+    if rollout.policy is None:
+        raise ConfigError("no policy is named: give --policy module:factory, or set rollout.policy")
+    return load_policy(rollout.policy, rollout.policy_kwargs, rollout.device)
+
+
+def _actor(config: Config, weights: Weights) -> Policy:
+    """The actor of the algorithm, for the spaces that the learner tells."""
+    from zmqrl.learner.algorithm import make_algorithm
+
+    if weights.spaces is None:
+        raise StartupFailed(
+            "the learner does not tell the spaces of its simulators, so the policy cannot be built; "
+            "set rollout.policy"
+        )
+    return TensorPolicy(make_algorithm(weights.spaces, config).actor, config.rollout.device)
+
+
+def _from_checkpoint(config: Config, path: Path) -> PolicyVersions:
+    from zmqrl.errors import CheckpointError, WeightsError
+    from zmqrl.learner import checkpoint
+    from zmqrl.learner.worker import actor_from
+
+    if config.rollout.policy is None:
+        actor, version = actor_from(path, config)
+        return PolicyVersions(TensorPolicy(actor, config.rollout.device), version=version)
+    policy = _own(config)
+    content = checkpoint.load(checkpoint.find(path), checkpoint.ACTOR)
+    try:
+        policy.load_state_dict(content["weights"])  # type: ignore[attr-defined]
+    except (WeightsError, AttributeError, KeyError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} does not fit {config.rollout.policy}: {error}"
+        ) from error
+    return PolicyVersions(policy, version=int(content["version"]))

@@ -1,0 +1,202 @@
+"""What the runner of a training knows of its parts, and the metrics that follow from it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from zmqrl.config import Config
+from zmqrl.telemetry.metrics import (
+    EnvView,
+    Metrics,
+    Sample,
+    broker_metrics,
+    delay_metrics,
+    episode_metrics,
+    pool_metrics,
+)
+from zmqrl.telemetry.report import EnvTotals, Episode, LearnerReport, Report
+
+_WINDOW = 10.0
+"""Seconds over which rates and times are averaged."""
+
+_EPISODES = 100
+"""The most recent episodes, over which `env/*` is averaged."""
+
+
+@dataclass(slots=True)
+class TrainView:
+    """What is known of one env worker that trains, over all its restarts."""
+
+    name: str
+    report: Report | None = None
+    heard: float = 0.0
+    """`time.monotonic()` of its last report."""
+    _before: EnvTotals = field(default_factory=EnvTotals)
+    """Of the processes that had its name earlier."""
+
+    def take(self, report: Report, now: float) -> None:
+        """Add a report."""
+        if self.report is not None and report.incarnation != self.report.incarnation:
+            self._before = _added(self._before, self.report.totals)
+        self.report, self.heard = report, now
+
+    def totals(self) -> EnvTotals:
+        """Everything that was done under its name."""
+        return self._before if self.report is None else _added(self._before, self.report.totals)
+
+
+class Evaluations:
+    """Puts the episodes of eval workers together to evaluations.
+
+    Args:
+        config: How many workers and episodes there are.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._episodes = {
+            f"eval-{rank}": config.envs_of("eval", rank) * config.env.eval.rollout_epoch
+            for rank in range(config.env_workers("eval"))
+        }
+        self._views: dict[int, dict[str, EnvView]] = {}
+        self._began: dict[int, float] = {}
+        self._done = 0
+
+    def take(self, report: Report, now: float) -> None:
+        """Add a report; a worker that was restarted begins its evaluation anew."""
+        if report.evaluation <= self._done or report.name not in self._episodes:
+            return
+        self._began.setdefault(report.evaluation, now)
+        views = self._views.setdefault(report.evaluation, {})
+        view = views.get(report.name)
+        restarted = view is not None and (
+            view.report is not None and view.report.incarnation != report.incarnation
+        )
+        if view is None or restarted:
+            view = views[report.name] = EnvView(report.name, self._episodes[report.name])
+        view.take(report, now)
+
+    def finished(self) -> list[Metrics]:
+        """The metrics of the evaluations that are complete since the last call."""
+        complete = []
+        for number, views in sorted(self._views.items()):
+            if len(views) == len(self._episodes) and all(view.ended() for view in views.values()):
+                complete.append(self._metrics(number, list(views.values())))
+                self._done = number
+        for number in [number for number in self._views if number <= self._done]:
+            del self._views[number]
+        return complete
+
+    def _metrics(self, number: int, views: list[EnvView]) -> Metrics:
+        reports = [view.report for view in views if view.report is not None]
+        return {
+            "eval/number": number,
+            "eval/policy_version": reports[0].version,
+            "eval/env_steps": reports[0].env_steps_before,
+            **episode_metrics(views),
+            "time/eval": max(view.heard for view in views) - self._began[number],
+        }
+
+
+class TrainingProgress:
+    """Everything that the runner is told, and the metrics of the moment.
+
+    Args:
+        config: Of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.envs = {
+            f"env-{rank}": TrainView(f"env-{rank}") for rank in range(config.env_workers("train"))
+        }
+        self.heard: dict[str, float] = {}
+        """By worker, `time.monotonic()` of its last report."""
+        self.learner: LearnerReport | None = None
+        self.evaluations = Evaluations(config)
+        self.latest_evaluation: Metrics = {}
+        self._episodes: deque[Episode] = deque(maxlen=_EPISODES)
+        self._samples: deque[tuple[float, Sample, dict[str, Any]]] = deque()
+        self._status: dict[str, Any] = {}
+
+    def take(self, report: Report | LearnerReport) -> None:
+        """Add a report."""
+        now = time.monotonic()
+        if isinstance(report, LearnerReport):
+            self.learner = report
+            return
+        self.heard[report.name] = now
+        if report.name in self.envs:
+            self.envs[report.name].take(report, now)
+            self._episodes.extend(report.episodes)
+        else:
+            self.evaluations.take(report, now)
+
+    def sample(self, status: dict[str, Any] | None) -> None:
+        """Note the moment, with the broker's status, or None if it did not answer."""
+        self._status = self._status if status is None else status
+        now = time.monotonic()
+        learner = {} if self.learner is None else self.learner.metrics
+        self._samples.append((now, Sample.of(self._totals(), self._status), dict(learner)))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW:
+            self._samples.popleft()
+
+    def stepping(self) -> bool:
+        """Whether any env worker that trains has made a step."""
+        return any(view.report is not None and view.report.ended for view in self.envs.values())
+
+    def metrics(self) -> Metrics:
+        """All metrics of the moment; rates and times over the last seconds."""
+        metrics: Metrics = {}
+        learner = {} if self.learner is None else dict(self.learner.metrics)
+        if len(self._samples) >= 2:
+            (began, first, earlier), (ended, last, _) = self._samples[0], self._samples[-1]
+            workers = self._config.rollout_workers
+            metrics.update(pool_metrics(last.since(first), ended - began, workers))
+            metrics.update(_learner_rates(earlier, learner, ended - began))
+        if self._episodes:
+            view = EnvView("", 0, None, list(self._episodes))
+            metrics.update(episode_metrics([view], "env"))
+            del metrics["env/missing_trajectories"]
+        metrics.update(broker_metrics(self._status))
+        metrics.update(delay_metrics([EnvView(v.name, 0, v.report) for v in self.envs.values()]))
+        before = learner.pop("trajectories_before", 0)
+        for key in [key for key in learner if key.endswith("_total")]:
+            del learner[key]
+        metrics.update(learner)
+        totals = self._totals()
+        metrics["trajectories_sent"] = totals.trajectories_sent + before
+        metrics["trajectories_dropped"] = totals.trajectories_dropped + learner.get(
+            "trajectories_dropped", 0
+        )
+        metrics.setdefault("env_steps", 0)
+        metrics.update(self.latest_evaluation)
+        return metrics
+
+    def _totals(self) -> EnvTotals:
+        totals = EnvTotals()
+        for view in self.envs.values():
+            totals = _added(totals, view.totals())
+        return totals
+
+
+def _learner_rates(earlier: dict[str, Any], now: dict[str, Any], seconds: float) -> Metrics:
+    """The learner's times, over the seconds between two of its reports."""
+
+    def done(key: str) -> float:
+        return float(now.get(key, 0) - earlier.get(key, 0))
+
+    rates: Metrics = {"time/actor/gate_wait": min(1.0, done("time/actor/gate_wait_total") / seconds)}
+    if done("learner_updates") > 0:
+        rates["time/actor/update"] = done("time/actor/update_total") / done("learner_updates")
+    if done("global_step") > 0:
+        rates["time/step"] = seconds / done("global_step")
+    return rates
+
+
+def _added(one: EnvTotals, other: EnvTotals) -> EnvTotals:
+    return EnvTotals(
+        **{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(EnvTotals)}
+    )
