@@ -15,6 +15,15 @@ from zmqrl.process import StopSignal, log_to_stderr, tie_to_launcher
 
 log = logging.getLogger("zmqrl")
 
+_EXTRAS = {
+    "torch": "torch",
+    "torchrl": "train",
+    "tensordict": "train",
+    "matplotlib": "train",
+    "tensorboard": "train",
+}
+"""What brings a module that is missing."""
+
 _OVERRIDES = "configuration keys to override, such as rollout.rollout_queue_size=4"
 
 
@@ -34,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(options)
     except ImportError as error:
-        extra = "torch" if error.name == "torch" else "env"
+        extra = _EXTRAS.get((error.name or "").split(".")[0], "env")
         return _fail(f"{error}; this command needs pip install 'zmqrl[{extra}]'", 1)
     except (ConfigError, EndpointError) as error:
         _show_cause(error)
@@ -78,6 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     env = add("start-env-worker", _start_env_worker, "Step simulators with actions from the pool.")
     env.add_argument("--rank", type=int, default=0, help="its number, from 0 (default 0)")
     env.add_argument("--mode", choices=["train", "eval"], default="eval", help="default: eval")
+
+    env.add_argument(
+        "--on-demand", action="store_true", help="eval: whenever the learner asks, not at once"
+    )
+
+    reward = add("start-reward-worker", _start_reward_worker, "Run a reward model for the pool.")
+    reward.add_argument("--model", metavar="MODULE:FACTORY", help="or file.py:factory")
+    reward.add_argument("--rank", type=int, help="its number, from 0")
+
+    add("start-learner", _start_learner, "Learn from trajectories, and publish weights.")
+
+    train = add("train", _train, "Run all parts of a training here.")
+    train.add_argument("--json", metavar="FILE", type=Path, help="write the last metrics to FILE")
 
     evaluate = add("evaluate", _evaluate, "Run broker, rollout and env workers here, and evaluate.")
     evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the metrics to FILE")
@@ -128,35 +150,90 @@ def _start_broker(options: argparse.Namespace) -> int:
 
 def _start_rollout_worker(options: argparse.Namespace) -> int:
     from zmqrl import config
-    from zmqrl.rollout.policy import load_policy
     from zmqrl.rollout.worker import RolloutWorker
+    from zmqrl.runner.policies import make_policy
     from zmqrl.transport import sockets
 
     overrides = list(options.overrides)
     if options.policy is not None:
         overrides.append(f"rollout.policy={options.policy}")
     loaded = config.load(options.config, overrides)
-    rollout = loaded.rollout
-    if rollout.policy is None:
-        raise ConfigError("no policy is named: give --policy module:factory, or set rollout.policy")
     _check_rank(options.rank, loaded.rollout_workers, "rollout")
     stop = StopSignal().install()
-    policy = load_policy(rollout.policy, rollout.policy_kwargs, rollout.device)
-    threads = _limit_torch_threads(rollout.torch_threads)
-    named = f"rollout-{os.getpid() if options.rank is None else options.rank}"
+    name = options.name or f"rollout-{os.getpid() if options.rank is None else options.rank}"
+    policy = make_policy(loaded, name, stop)
+    if policy is None:
+        _say_interrupted(stop)
+        return 0
+    threads = _limit_torch_threads(loaded.rollout.torch_threads)
     worker = RolloutWorker(
         policy,
         loaded.broker.backend or sockets.local_endpoint("backend"),
-        name=options.name or named,
+        name=name,
         rank=options.rank,
         world_size=None if options.rank is None else loaded.rollout_workers,
         max_message_mb=loaded.broker.max_message_mb,
         heartbeat_s=loaded.broker.heartbeat_timeout_s,
     )
-    device = getattr(policy, "device", None)
-    where = f" on {device}{threads}" if device is not None else ""
-    log.info("%s is loaded%s", rollout.policy, where)
+    what = loaded.rollout.policy or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
+    where = f" on {policy.device}{threads}" if policy.device is not None else ""
+    log.info("%s is loaded%s", what, where)
+    try:
+        worker.run(stop)
+    finally:
+        policy.close()
+    _say_interrupted(stop)
+    return 0
+
+
+def _start_reward_worker(options: argparse.Namespace) -> int:
+    from zmqrl import config
+    from zmqrl.rollout.policy import load_policy
+    from zmqrl.rollout.worker import RolloutWorker
+    from zmqrl.transport import sockets
+    from zmqrl.transport.header import REWARD
+
+    overrides = list(options.overrides)
+    if options.model is not None:
+        overrides.append(f"reward.model={options.model}")
+    loaded = config.load(options.config, overrides)
+    if loaded.reward.model is None:
+        raise ConfigError("no reward model is named: give --model module:factory, or set reward.model")
+    _check_rank(options.rank, loaded.cluster.component_placement.count("reward"), "reward")
+    stop = StopSignal().install()
+    model = load_policy(loaded.reward.model, loaded.reward.model_kwargs, loaded.rollout.device)
+    threads = _limit_torch_threads(loaded.rollout.torch_threads)
+    worker = RolloutWorker(
+        model,
+        loaded.broker.backend or sockets.local_endpoint("backend"),
+        name=f"reward-{os.getpid() if options.rank is None else options.rank}",
+        serves=REWARD,
+        max_message_mb=loaded.broker.max_message_mb,
+        heartbeat_s=loaded.broker.heartbeat_timeout_s,
+    )
+    log.info("the reward model %s is loaded%s", loaded.reward.model, threads)
     worker.run(stop)
+    _say_interrupted(stop)
+    return 0
+
+
+def _start_learner(options: argparse.Namespace) -> int:
+    from zmqrl import config
+    from zmqrl.learner.worker import LearnerWorker
+    from zmqrl.transport import sockets
+
+    loaded = config.load(options.config, options.overrides)
+    if not loaded.algorithm.is_set:
+        raise ConfigError(
+            "no algorithm is named: set algorithm.name to sac or ppo, or algorithm.factory"
+        )
+    stop = StopSignal().install()
+    learner = LearnerWorker(loaded, stop)
+    threads = _limit_torch_threads(loaded.actor.torch_threads)
+    log.info("the learner listens at %s%s", learner.endpoint, threads)
+    if sockets.is_exposed(learner.endpoint):
+        log.warning("%s can be reached from other machines, by anyone, unencrypted", learner.endpoint)
+    learner.run()
     _say_interrupted(stop)
     return 0
 
@@ -174,7 +251,7 @@ def _start_env_worker(options: argparse.Namespace) -> int:
         raise ConfigError("no simulator is named: set env.id to a Gymnasium id, or env.factory")
     _check_rank(options.rank, loaded.env_workers(options.mode), "env")
     stop = StopSignal().install()
-    worker = EnvWorker(loaded, options.mode, options.rank, stop)
+    worker = EnvWorker(loaded, options.mode, options.rank, stop, options.on_demand)
     finished = worker.run()
     if loaded.runner.report is None:
         group = "eval" if options.mode == "eval" else "env"
@@ -187,6 +264,21 @@ def _start_env_worker(options: argparse.Namespace) -> int:
     return 0
 
 
+def _train(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from zmqrl import config
+    from zmqrl.runner.evaluate import evaluate
+    from zmqrl.runner.train import train
+
+    loaded = config.load(options.config, options.overrides)
+    _check_json_file(options.json)
+    stop = StopSignal(patience_s=30).install()
+    run = evaluate if loaded.runner.only_eval else train
+    run(loaded, Console(), stop, options.json)
+    return 0
+
+
 def _evaluate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -194,13 +286,17 @@ def _evaluate(options: argparse.Namespace) -> int:
     from zmqrl.runner.evaluate import evaluate
 
     loaded = config.load(options.config, options.overrides)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {options.json}: there is no such folder")
-    if options.json is not None and options.json.is_dir():
-        raise ConfigError(f"--json {options.json} is a folder; name a file")
+    _check_json_file(options.json)
     stop = StopSignal(patience_s=30)  # the launcher itself bounds its children's end
     evaluate(loaded, Console(), stop.install(), options.json)
     return 0
+
+
+def _check_json_file(file: Path | None) -> None:
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ConfigError(f"--json {file}: there is no such folder")
+    if file is not None and file.is_dir():
+        raise ConfigError(f"--json {file} is a folder; name a file")
 
 
 def _say_interrupted(stop: StopSignal) -> None:

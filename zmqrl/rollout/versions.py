@@ -39,6 +39,11 @@ class PolicyVersions:
         """Spent in loading weights, in all."""
 
     @property
+    def device(self) -> Any:
+        """Where it runs; None if the policy does not tell."""
+        return getattr(self._policy, "device", None)
+
+    @property
     def version(self) -> int:
         """Of the weights that answer requests which are not pinned."""
         return int(getattr(self._policy, "version", 0)) if self._version is None else self._version

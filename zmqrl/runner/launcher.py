@@ -106,27 +106,28 @@ class Launcher:
         if not child.ended:
             _signal_group(child, signal.SIGKILL)
 
-    def stop(self, first: Sequence[str] = ()) -> None:
+    def stop(self, first: Sequence[str] = (), meanwhile: Callable[[], None] = lambda: None) -> None:
         """End all children: SIGTERM, and SIGKILL to what is left after the grace.
 
         Args:
             first: Who is told first, and has a second and a half before the others are told: env workers
                 can then say goodbye to a broker that still listens.
+            meanwhile: Called now and then while the children end.
         """
         begin = time.monotonic()
         early = [self.children[name] for name in first]
         _terminate(early)
-        _wait_for(early, begin + _HEAD_START)
+        _wait_for(early, begin + _HEAD_START, meanwhile)
         others = [child for child in self.children.values() if child not in early]
         _terminate(others)
-        _wait_for([*others, *early], begin + _GRACE)
+        _wait_for([*others, *early], begin + _GRACE, meanwhile)
         for child in self.children.values():
             _end(child)
         _join_readers(list(self.children.values()))
 
-    def close(self, first: Sequence[str] = ()) -> None:
+    def close(self, first: Sequence[str] = (), meanwhile: Callable[[], None] = lambda: None) -> None:
         """Stop all children, as `stop` does, and free what they held."""
-        self.stop([name for name in first if name in self.children])
+        self.stop([name for name in first if name in self.children], meanwhile)
         for child in self.children.values():
             os.close(child.pipe)
         self.children.clear()
@@ -153,10 +154,12 @@ def _terminate(children: Sequence[Child]) -> None:
             child.process.send_signal(signal.SIGTERM)
 
 
-def _wait_for(children: Sequence[Child], until: float) -> None:
-    for child in children:
-        with suppress(subprocess.TimeoutExpired):
-            child.process.wait(max(0.01, until - time.monotonic()))
+def _wait_for(children: Sequence[Child], until: float, meanwhile: Callable[[], None]) -> None:
+    while time.monotonic() < until:
+        meanwhile()
+        if all(child.process.poll() is not None for child in children):
+            return
+        time.sleep(0.02)
 
 
 def _end(child: Child) -> None:

@@ -1,0 +1,327 @@
+"""Runs a training on this machine: starts all parts, watches them, shows and writes what they report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from zmqrl import config as configuration
+from zmqrl.broker.status import StatusClient
+from zmqrl.config import Config
+from zmqrl.errors import CheckpointError, ConfigError, RunFailed, StartupFailed
+from zmqrl.process import StopSignal
+from zmqrl.runner.endpoints import local_endpoints
+from zmqrl.runner.launcher import Child, Launcher
+from zmqrl.telemetry import curve
+from zmqrl.telemetry.loggers import RunLog
+from zmqrl.telemetry.metrics import Metrics
+from zmqrl.telemetry.progress import TrainingProgress
+from zmqrl.telemetry.report import Collector
+from zmqrl.telemetry.training_view import TrainingView
+
+log = logging.getLogger(__name__)
+
+_LOG_EVERY = 2.0
+"""Seconds between two records of the metrics of training."""
+
+_DRAW_EVERY = 30.0
+"""Seconds between two drawings of the learning curve, which takes a moment."""
+
+_POOL_RESTARTS = 3
+"""How often a rollout or reward worker that was lost is started again."""
+
+
+def train(config: Config, console: Console, stop: StopSignal, json_file: Path | None = None) -> None:
+    """Run a training from start to end.
+
+    Args:
+        config: Names the algorithm and the simulator.
+        console: For the live table.
+        stop: Ends the run early; the learner then writes a checkpoint.
+        json_file: Where to write the last metrics, as one flat JSON object.
+
+    Raises:
+        ConfigError: The algorithm or the simulator is not named, or they do not go together.
+        StartupFailed: A part did not come up.
+        RunFailed: The run broke off; what there is has been shown and written.
+    """
+    _check(config)
+    folder = Path(config.runner.logger.log_path) / config.runner.logger.experiment_name
+    resumed = config.runner.resume_dir is not None
+    logger = config.runner.logger
+    files = RunLog(
+        folder,
+        logger.logger_backends,
+        logger.project_name,
+        logger.experiment_name,
+        config.model_dump(mode="json"),
+        resume=resumed,
+    )
+    earlier = folder / "metrics.jsonl"
+    records = curve.read(earlier) if resumed and earlier.exists() else []
+    failure: Exception | None = None
+    try:
+        with local_endpoints(config) as complete:
+            configuration.dump(complete, folder / "config.yaml")
+            run = Training(complete, folder, console, stop, files, records)
+            try:
+                run.run()
+            except (ConfigError, StartupFailed, RunFailed) as error:
+                failure = error
+            finally:
+                run.close()
+    finally:
+        files.close()
+    metrics = run.last_metrics()
+    curve.draw(run.records, folder / "learning_curve.png", logger.experiment_name)
+    if json_file is not None:
+        json_file.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    console.print(f"{run.ending or 'broken off'}; written to {folder}", style="dim", markup=False)
+    if failure is not None:
+        raise failure
+    if stop():
+        raise RunFailed(f"stopped by {stop.reason}; go on with runner.resume_dir={folder}")
+
+
+def _check(config: Config) -> None:
+    if not config.algorithm.is_set:
+        raise ConfigError("algorithm.name is not set: which algorithm learns? (sac, ppo, or a factory)")
+    if config.env.id is None and config.env.factory is None:
+        raise ConfigError("env.id is not set: which simulator? (a Gymnasium id, or env.factory)")
+    if config.runner.stop_at and config.runner.val_check_interval <= 0:
+        raise ConfigError(
+            "runner.stop_at ends training by evaluations, but there are none: set "
+            "runner.val_check_interval"
+        )
+    if config.runner.resume_dir is not None:
+        from zmqrl.learner import checkpoint
+
+        try:
+            checkpoint.find(Path(config.runner.resume_dir))
+        except CheckpointError as error:
+            raise ConfigError(f"runner.resume_dir: {error}") from None
+
+
+class Training:
+    """The processes of one training, and what is known of them.
+
+    Args:
+        config: With all endpoints.
+        folder: Of the run.
+        console: For the live table.
+        stop: Ends the run early.
+        files: Where metrics go.
+        records: Of the part of the run before this one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        console: Console,
+        stop: StopSignal,
+        files: RunLog,
+        records: list[Metrics],
+    ) -> None:
+        assert config.runner.report is not None
+        assert config.broker.frontend is not None
+        self.records = records
+        self.ending = ""
+        """Why the run ended, in words."""
+        self._config = config
+        self._folder = folder
+        self._stop = stop
+        self._files = files
+        self._earlier_s = _number(records[-1].get("wall_s")) if records else 0.0
+        self._began = self._logged = self._drawn = self._sampled = time.monotonic()
+        self._progress = TrainingProgress(config)
+        self._reached = 0
+        self._commands: dict[str, list[str]] = {}
+        self._launched: dict[str, float] = {}
+        self._restarts: dict[str, int] = {}
+        self._collector = Collector(config.runner.report)
+        self._broker = StatusClient(config.broker.frontend)
+        self._view = TrainingView(console, config.runner.logger.experiment_name)
+        self._launcher = Launcher(self._view.say)
+
+    def run(self) -> None:
+        """Start everything and watch until the run is over.
+
+        Raises:
+            ConfigError, StartupFailed, RunFailed: With the cause.
+        """
+        self._start()
+        while not self._is_over():
+            self._collect(0.2)
+            for child in self._launcher.exits():
+                self._exited(child)
+            self._look_at_the_clock()
+            self._show()
+
+    def close(self) -> None:
+        """End all processes, and free what this one holds."""
+        self._progress.sample(self._broker.ask(0.5))
+        # Env workers first: the learner is there for the last trajectories.
+        first = [name for name in self._launcher.children if name.startswith(("env-", "eval-"))]
+        self._launcher.close(first, meanwhile=lambda: self._collect(0.0))
+        self._collect(0.1)
+        self._log(self.last_metrics())
+        self._view.update(self.last_metrics(), None, None)
+        self._view.close()
+        self._broker.close()
+        self._collector.close()
+
+    def last_metrics(self) -> Metrics:
+        """All metrics, as they are now."""
+        return {**self._progress.metrics(), "wall_s": self._wall_s()}
+
+    # -- The processes
+
+    def _start(self) -> None:
+        config = self._config
+        self._launch("broker", "start-broker")
+        self._launch("learner", "start-learner")
+        for rank in range(config.rollout_workers):
+            self._launch(f"rollout-{rank}", "start-rollout-worker", "--rank", str(rank))
+        if config.reward.use_reward_model:
+            for rank in range(config.cluster.component_placement.count("reward")):
+                self._launch(f"reward-{rank}", "start-reward-worker", "--rank", str(rank))
+        for rank in range(config.env_workers("train")):
+            self._launch(f"env-{rank}", "start-env-worker", "--mode=train", f"--rank={rank}")
+        if config.runner.val_check_interval > 0:
+            for rank in range(config.env_workers("eval")):
+                self._launch(
+                    f"eval-{rank}", "start-env-worker", "--mode=eval", "--on-demand", f"--rank={rank}"
+                )
+
+    def _launch(self, name: str, command: str, *arguments: str) -> None:
+        self._commands[name] = [command, "--config", str(self._folder / "config.yaml"), *arguments]
+        self._start_again(name)
+
+    def _start_again(self, name: str) -> None:
+        self._launcher.start(name, self._commands[name])
+        self._launched[name] = time.monotonic()
+        self._progress.heard.pop(name, None)
+
+    def _exited(self, child: Child) -> None:
+        """A process has ended: start it again, or give up."""
+        self._collect(0.0)  # its last report may be here
+        cause = child.cause()
+        if child.process.returncode == 2:
+            raise ConfigError(cause)
+        if child.name in ("broker", "learner"):
+            raise StartupFailed(cause) if not self._progress.stepping() else RunFailed(cause)
+        if not self._progress.stepping() and child.process.returncode > 0:
+            raise StartupFailed(cause)
+        self._restart(child.name, cause)
+
+    def _restart(self, name: str, cause: str) -> None:
+        is_env = name.startswith(("env-", "eval-"))
+        most = self._config.env.max_restarts if is_env else _POOL_RESTARTS
+        self._restarts[name] = self._restarts.get(name, 0) + 1
+        if self._restarts[name] > most:
+            key = " (env.max_restarts)" if is_env else ""
+            raise RunFailed(f"{cause}; it was restarted {most} times{key}")
+        log.warning("%s; restart %d of %d", cause, self._restarts[name], most)
+        self._start_again(name)
+
+    def _look_at_the_clock(self) -> None:
+        """Give up on what does not come up; start again what has stopped to move."""
+        now, runner = time.monotonic(), self._config.runner
+        for name in list(self._commands):
+            if not name.startswith(("env-", "eval-")):
+                continue
+            heard = self._progress.heard.get(name)
+            if heard is None and now >= self._launched[name] + runner.startup_timeout_s:
+                raise StartupFailed(f"{name} did not come up within {runner.startup_timeout_s:g} s")
+            if heard is not None and now >= heard + runner.stall_timeout_s:
+                self._launcher.kill(name)
+                self._restart(name, f"{name} was silent for {runner.stall_timeout_s:g} s in a step")
+        if not self._progress.stepping() and now >= self._began + runner.startup_timeout_s:
+            workers = len((self._broker.ask() or {}).get("workers", []))
+            raise StartupFailed(
+                f"nothing was stepped within runner.startup_timeout_s ({runner.startup_timeout_s:g} s); "
+                f"{workers} rollout workers are connected"
+            )
+
+    # -- What they report
+
+    def _collect(self, timeout: float) -> None:
+        for report in self._collector.collect(timeout):
+            self._progress.take(report)
+        for evaluation in self._progress.evaluations.finished():
+            self._progress.latest_evaluation = evaluation
+            self._log({**self.last_metrics(), "env_steps": evaluation["eval/env_steps"]}, evaluation)
+            self._judge(evaluation)
+
+    def _judge(self, evaluation: Metrics) -> None:
+        """Count the evaluations in a row that reach `runner.stop_at`."""
+        wanted = self._config.runner.stop_at
+        missing = [name for name in wanted if name not in evaluation]
+        if missing:
+            known = ", ".join(sorted(name for name in evaluation if name.startswith("eval/")))
+            raise ConfigError(f"runner.stop_at names {missing[0]}, but evaluations tell {known}")
+        reached = wanted and all(_number(evaluation[name]) >= least for name, least in wanted.items())
+        self._reached = self._reached + 1 if reached else 0
+        if self._reached >= self._config.runner.stop_patience:
+            times = f" {self._reached} times in a row" if self._reached > 1 else ""
+            goal = ", ".join(f"{name} >= {least:g}" for name, least in wanted.items())
+            self.ending = f"reached {goal}{times}"
+
+    def _is_over(self) -> bool:
+        if self._stop():
+            self.ending = f"stopped by {self._stop.reason}"
+        elif not self.ending and self._progress.learner is not None and self._progress.learner.finished:
+            self.ending = "came to the end of the run (runner.max_env_steps, max_steps or max_epochs)"
+        return bool(self.ending)
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now < self._sampled + 0.5:
+            return
+        self._sampled = now
+        self._progress.sample(self._broker.ask(0.2))
+        metrics = self.last_metrics()
+        share = self._share(metrics)
+        elapsed = now - self._began
+        eta = elapsed * (1 - share) / share if share else None
+        self._view.update(metrics, share, eta)
+        if now >= self._logged + _LOG_EVERY and self._progress.stepping():
+            self._log(metrics)
+        if now >= self._drawn + _DRAW_EVERY and self.records:
+            self._drawn = now
+            curve.draw(self.records, self._folder / "learning_curve.png", self._folder.name)
+
+    def _log(self, metrics: Metrics, evaluation: Metrics | None = None) -> None:
+        """Write a record; the results of an evaluation stand only in its own."""
+        self._logged = time.monotonic()
+        record = {
+            k: v for k, v in metrics.items() if evaluation is not None or not k.startswith("eval/")
+        }
+        self.records.append(record)
+        self._files.log(record, int(_number(record["env_steps"])))
+
+    def _share(self, metrics: Metrics) -> float | None:
+        """How much of the run is done; None if it has no end that is known."""
+        runner, last = self._config.runner, self._config.last_step
+        if not self._config.has_an_end:
+            return None
+        shares = [0.0]
+        if last is not None:
+            shares.append(_number(metrics.get("global_step")) / max(1, last))
+        if runner.max_env_steps >= 0:
+            shares.append(_number(metrics.get("env_steps")) / max(1, runner.max_env_steps))
+        return min(1.0, max(shares))
+
+    def _wall_s(self) -> float:
+        """Seconds of the run, those before it was resumed included."""
+        return self._earlier_s + time.monotonic() - self._began
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
