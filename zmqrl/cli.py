@@ -99,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     add("start-learner", _start_learner, "Learn from trajectories, and publish weights.")
 
     train = add("train", _train, "Run all parts of a training here.")
+    train.add_argument(
+        "--own-loop", action="store_true", help="start no env workers: a PolicyClient steps simulators"
+    )
     train.add_argument("--json", metavar="FILE", type=Path, help="write the last metrics to FILE")
 
     evaluate = add("evaluate", _evaluate, "Run broker, rollout and env workers here, and evaluate.")
@@ -274,8 +277,10 @@ def _train(options: argparse.Namespace) -> int:
     loaded = config.load(options.config, options.overrides)
     _check_json_file(options.json)
     stop = StopSignal(patience_s=30).install()
-    run = evaluate if loaded.runner.only_eval else train
-    run(loaded, Console(), stop, options.json)
+    if loaded.runner.only_eval:
+        evaluate(loaded, Console(), stop, options.json)
+    else:
+        train(loaded, Console(), stop, options.json, own_loop=options.own_loop)
     return 0
 
 

@@ -223,12 +223,20 @@ def test_the_same_seed_learns_the_same_and_another_does_not():
     assert not same(one.actor.state_dict(), other.actor.state_dict())
 
 
+def test_each_update_draws_transitions_anew():
+    algorithm = sac("actor.optim.lr=1.0e-12")
+    algorithm.add(trajectory(16, 8))
+    losses = [algorithm.update(0.0).metrics["train/sac/critic_loss"] for _ in range(2)]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
 def test_a_restored_state_goes_on_as_if_nothing_had_happened():
     algorithm = sac("algorithm.replay_buffer.cache_size=3")
     for seed in range(5):
         algorithm.add(trajectory(4, 2 + seed % 2, seed=seed))
         algorithm.update(0.0)
     restored = sac("algorithm.replay_buffer.cache_size=3")
+    first_metrics(restored, trajectory(9, 3, seed=8))
     restored.load_state_dict(copied(algorithm.state_dict()))
     for each in (algorithm, restored):
         each.add(trajectory(seed=9))
@@ -280,7 +288,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(broken, messag
 
 
 def test_discrete_actions_are_refused():
-    with pytest.raises(ConfigError, match="use algorithm.name ppo"):
+    with pytest.raises(ConfigError, match=r"use algorithm\.name ppo"):
         sac(action=DISCRETE)
 
 

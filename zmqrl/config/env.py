@@ -115,6 +115,12 @@ class EnvConfig(Section):
     eval: EnvModeConfig = EnvModeConfig()
 
     @model_validator(mode="after")
+    def _film_in_this_process(self) -> EnvConfig:
+        if self.eval.save_video and self.vectorization == "async":
+            raise ValueError("eval.save_video needs vectorization: sync")
+        return self
+
+    @model_validator(mode="after")
     def _one_simulator(self) -> EnvConfig:
         if self.id is not None and self.factory is not None:
             raise ValueError("give either id or factory, not both")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,9 +41,12 @@ from zmqrl.env.conversion import (
     observation_tree,
     put_row,
 )
+from zmqrl.env.film import Film
 from zmqrl.errors import ConfigError, EnvironmentFailure, ZmqrlError
 from zmqrl.imports import import_object, make_importable
 from zmqrl.trajectory import one_per_row
+
+log = logging.getLogger(__name__)
 
 SeedOf: TypeAlias = Callable[[int], "int | None"]
 Rows: TypeAlias = npt.NDArray[np.bool_]
@@ -141,6 +145,16 @@ class ShardEnv:
         space = self.single_action_space
         if rescale_actions and not (isinstance(space, spaces.Box) and space.is_bounded()):
             raise ConfigError(f"env.rescale_actions needs a bounded Box, but {self.name} takes {space}")
+
+    @property
+    def film(self) -> Film | None:
+        """What films the first row; None if nothing does."""
+        env: Any = next(iter(getattr(self._base, "envs", [])), None)
+        while isinstance(env, gymnasium.Wrapper):
+            if isinstance(env, Film):
+                return env
+            env = env.env
+        return None
 
     @property
     def policy_action_space(self) -> spaces.Space[Any]:
@@ -287,7 +301,9 @@ class ShardEnv:
             raise
 
 
-def make_shard(config: EnvConfig, mode: Mode, num_envs: int, seed_of: SeedOf) -> ShardEnv:
+def make_shard(
+    config: EnvConfig, mode: Mode, num_envs: int, seed_of: SeedOf, filmed: bool = False
+) -> ShardEnv:
     """Make the simulators of one env worker.
 
     Args:
@@ -297,6 +313,7 @@ def make_shard(config: EnvConfig, mode: Mode, num_envs: int, seed_of: SeedOf) ->
         seed_of: Called with the row each time one of its episodes is about to begin; the seed of that
             episode, or None to let the simulator go on. Where the vector env resets by itself, only
             the seeds asked for in `reset` are used.
+        filmed: Make the first row one that can be filmed (`ShardEnv.film`), if it can render.
 
     Raises:
         ConfigError: The configuration asks for what this simulator cannot do, or its factory cannot
@@ -310,7 +327,9 @@ def make_shard(config: EnvConfig, mode: Mode, num_envs: int, seed_of: SeedOf) ->
     make_importable(Path.cwd())
     build = _registered if config.id else _from_factory
     with _errors_named(name, "construction", quiet=config.vectorization == "async"):
-        vector_env = build(name, config, mode, num_envs)
+        vector_env = _with_film(build, name, config, mode, num_envs) if filmed else None
+        if vector_env is None:
+            vector_env = build(name, config, mode, num_envs)
     shard = ShardEnv(
         vector_env,
         seed_of,
@@ -325,6 +344,22 @@ def make_shard(config: EnvConfig, mode: Mode, num_envs: int, seed_of: SeedOf) ->
             f"{shard.autoreset_mode.value}: it chooses the start states by itself"
         )
     return shard
+
+
+def _with_film(
+    build: Callable[[str, EnvConfig, Mode, int], AnyVectorEnv],
+    name: str,
+    config: EnvConfig,
+    mode: Mode,
+    num_envs: int,
+) -> AnyVectorEnv | None:
+    """The simulators with render mode `rgb_array`; None if they have none."""
+    kwargs = {"render_mode": "rgb_array", **config.kwargs} if config.id else config.kwargs
+    try:
+        return build(name, config.model_copy(update={"kwargs": kwargs}), mode, num_envs)
+    except Exception as error:
+        log.warning("%s cannot render, so there is no video: %s", name, error)
+        return None
 
 
 def _registered(env_id: str, config: EnvConfig, mode: Mode, num_envs: int) -> AnyVectorEnv:
@@ -384,6 +419,8 @@ def _one_env(reference: str, config: EnvConfig, limits: EnvModeConfig) -> wrappe
 
 def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable[[Any], Any]]:
     chosen: list[Callable[[Any], Any]] = []
+    if limits.save_video and config.vectorization == "sync":
+        chosen.append(_film)
     if limits.ignore_terminations:
         chosen.append(wrappers.IgnoreTerminations)
     if config.autoreset_mode == "same_step":
@@ -391,6 +428,10 @@ def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable
     if config.vectorization == "async":
         chosen.append(wrappers.PortableErrors)
     return chosen
+
+
+def _film(env: wrappers.Env) -> wrappers.Env:
+    return Film(env) if env.render_mode == "rgb_array" else env
 
 
 def _vectorise(build: Callable[[dict[str, Any]], AnyVectorEnv], config: EnvConfig) -> AnyVectorEnv:

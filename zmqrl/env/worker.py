@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,8 @@ class EnvWorker:
             world_size=config.env_workers(mode),
             max_message_mb=config.broker.max_message_mb,
         )
+        logger = config.runner.logger
+        self._videos = Path(logger.log_path) / logger.experiment_name / "videos"
         self._version = 0  # that requests are pinned to; 0 for the newest
         self._orders: Orders | None = None
         self._recording: Recording | None = None
@@ -96,6 +99,7 @@ class EnvWorker:
         """
         try:
             if self._orders is None:
+                self._film("evaluation.mp4")
                 self._play()
             else:
                 self._play_on_demand(self._orders)
@@ -124,7 +128,13 @@ class EnvWorker:
             stage.restart()
         for seeds in self._seeds:
             seeds.restart()
+        self._film(f"evaluation_{order.number:04d}_version_{order.version}.mp4")
         self._tell(now=True)
+
+    def _film(self, name: str) -> None:
+        film = self._stages[0].shard.film
+        if film is not None:
+            film.next = self._videos / name
 
     def _play(self) -> None:
         """Reset the simulators and step them until every row has played its episodes."""
@@ -335,7 +345,9 @@ class EnvWorker:
             if section.use_fixed_reset_state_ids:
                 seed_of = _Seeds(section.seed, first, total)
                 self._seeds.append(seed_of)
-            stages.append(Stage(make_shard(config.env, mode, rows, seed_of), index, first, quota))
+            filmed = section.save_video and rank == 0 and index == 0
+            shard = make_shard(config.env, mode, rows, seed_of, filmed)
+            stages.append(Stage(shard, index, first, quota))
             first += rows
         return stages
 

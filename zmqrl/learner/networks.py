@@ -345,6 +345,11 @@ def seeded(device: torch.device, *seed: int) -> Iterator[None]:
             generator.set_state(state)
 
 
+def saved_parameters(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of parameters by name, in main memory."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in own.items()}
+
+
 def check_parameters(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
     """What differs between the names and shapes of parameters, in words; empty if nothing does."""
     differing = [

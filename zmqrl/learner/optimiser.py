@@ -43,7 +43,7 @@ class Optimiser:
         """A copy of the moments of each parameter, by its index."""
         state = self._adam.state_dict()["state"]
         return {
-            str(index): {key: value.clone() for key, value in moments.items()}
+            str(index): {key: value.to("cpu", copy=True) for key, value in moments.items()}
             for index, moments in state.items()
         }
 

@@ -27,6 +27,7 @@ from zmqrl.learner.networks import (
     observation_width,
     orthogonal,
     ppo_actor,
+    saved_parameters,
     seeded,
 )
 from zmqrl.learner.optimiser import Averages, Optimiser, learner_device
@@ -129,7 +130,7 @@ class PPO:
             "batches": self._batches,
             "position": self._position,
             "explained_variance": self._explained_variance,
-            "parameters": {name: tensor.clone() for name, tensor in self._parameters().items()},
+            "parameters": saved_parameters(self._parameters()),
             "optimisers": {name: o.state_dict() for name, o in self._optimisers.items()},
             "waiting": [transitions.cpu().to_dict() for transitions in self._waiting],
             "batch": {} if self._batch is None else self._batch.cpu().to_dict(),

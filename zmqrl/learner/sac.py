@@ -28,6 +28,7 @@ from zmqrl.learner.networks import (
     check_parameters,
     observation_width,
     sac_actor,
+    saved_parameters,
     seeded,
 )
 from zmqrl.learner.optimiser import Averages, Optimiser, learner_device
@@ -111,7 +112,7 @@ class SAC:
             "algorithm": "sac",
             "alpha_type": self._config.algorithm.entropy_tuning.alpha_type,
             "updates": self._updates,
-            "parameters": {name: tensor.clone() for name, tensor in self._parameters().items()},
+            "parameters": saved_parameters(self._parameters()),
             "optimisers": {name: o.state_dict() for name, o in self._optimisers.items()},
             "replay": self._replay.state_dict(),
         }

@@ -36,7 +36,13 @@ _POOL_RESTARTS = 3
 """How often a rollout or reward worker that was lost is started again."""
 
 
-def train(config: Config, console: Console, stop: StopSignal, json_file: Path | None = None) -> None:
+def train(
+    config: Config,
+    console: Console,
+    stop: StopSignal,
+    json_file: Path | None = None,
+    own_loop: bool = False,
+) -> None:
     """Run a training from start to end.
 
     Args:
@@ -44,13 +50,14 @@ def train(config: Config, console: Console, stop: StopSignal, json_file: Path | 
         console: For the live table.
         stop: Ends the run early; the learner then writes a checkpoint.
         json_file: Where to write the last metrics, as one flat JSON object.
+        own_loop: Start no env workers for training; simulators are stepped by a loop of the user's own.
 
     Raises:
         ConfigError: The algorithm or the simulator is not named, or they do not go together.
         StartupFailed: A part did not come up.
         RunFailed: The run broke off; what there is has been shown and written.
     """
-    _check(config)
+    _check(config, own_loop)
     folder = Path(config.runner.logger.log_path) / config.runner.logger.experiment_name
     resumed = config.runner.resume_dir is not None
     logger = config.runner.logger
@@ -68,7 +75,7 @@ def train(config: Config, console: Console, stop: StopSignal, json_file: Path | 
     try:
         with local_endpoints(config) as complete:
             configuration.dump(complete, folder / "config.yaml")
-            run = Training(complete, folder, console, stop, files, records)
+            run = Training(complete, folder, console, stop, files, records, own_loop)
             try:
                 run.run()
             except (ConfigError, StartupFailed, RunFailed) as error:
@@ -88,10 +95,11 @@ def train(config: Config, console: Console, stop: StopSignal, json_file: Path | 
         raise RunFailed(f"stopped by {stop.reason}; go on with runner.resume_dir={folder}")
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, own_loop: bool) -> None:
     if not config.algorithm.is_set:
         raise ConfigError("algorithm.name is not set: which algorithm learns? (sac, ppo, or a factory)")
-    if config.env.id is None and config.env.factory is None:
+    evaluates = config.runner.val_check_interval > 0
+    if config.env.id is None and config.env.factory is None and (evaluates or not own_loop):
         raise ConfigError("env.id is not set: which simulator? (a Gymnasium id, or env.factory)")
     if config.runner.stop_at and config.runner.val_check_interval <= 0:
         raise ConfigError(
@@ -117,6 +125,7 @@ class Training:
         stop: Ends the run early.
         files: Where metrics go.
         records: Of the part of the run before this one.
+        own_loop: Start no env workers for training.
     """
 
     def __init__(
@@ -127,6 +136,7 @@ class Training:
         stop: StopSignal,
         files: RunLog,
         records: list[Metrics],
+        own_loop: bool = False,
     ) -> None:
         assert config.runner.report is not None
         assert config.broker.frontend is not None
@@ -137,6 +147,7 @@ class Training:
         self._folder = folder
         self._stop = stop
         self._files = files
+        self._own_loop = own_loop
         self._earlier_s = _number(records[-1].get("wall_s")) if records else 0.0
         self._began = self._logged = self._drawn = self._sampled = time.monotonic()
         self._progress = TrainingProgress(config)
@@ -191,7 +202,7 @@ class Training:
         if config.reward.use_reward_model:
             for rank in range(config.cluster.component_placement.count("reward")):
                 self._launch(f"reward-{rank}", "start-reward-worker", "--rank", str(rank))
-        for rank in range(config.env_workers("train")):
+        for rank in range(0 if self._own_loop else config.env_workers("train")):
             self._launch(f"env-{rank}", "start-env-worker", "--mode=train", f"--rank={rank}")
         if config.runner.val_check_interval > 0:
             for rank in range(config.env_workers("eval")):
@@ -242,7 +253,11 @@ class Training:
             if heard is not None and now >= heard + runner.stall_timeout_s:
                 self._launcher.kill(name)
                 self._restart(name, f"{name} was silent for {runner.stall_timeout_s:g} s in a step")
-        if not self._progress.stepping() and now >= self._began + runner.startup_timeout_s:
+        if (
+            not self._own_loop
+            and not self._progress.stepping()
+            and now >= self._began + runner.startup_timeout_s
+        ):
             workers = len((self._broker.ask() or {}).get("workers", []))
             raise StartupFailed(
                 f"nothing was stepped within runner.startup_timeout_s ({runner.startup_timeout_s:g} s); "

@@ -144,8 +144,9 @@ class TrainingProgress:
             self._samples.popleft()
 
     def stepping(self) -> bool:
-        """Whether any env worker that trains has made a step."""
-        return any(view.report is not None and view.report.ended for view in self.envs.values())
+        """Whether any simulator has made a step for training."""
+        learned = self.learner is not None and self.learner.metrics.get("env_steps", 0) > 0
+        return learned or any(v.report is not None and v.report.ended for v in self.envs.values())
 
     def metrics(self) -> Metrics:
         """All metrics of the moment; rates and times over the last seconds."""
@@ -166,8 +167,15 @@ class TrainingProgress:
         for key in [key for key in learner if key.endswith("_total")]:
             del learner[key]
         metrics.update(learner)
+        if len(self._samples) >= 2 and all(view.report is None for view in self.envs.values()):
+            # A loop of the user's own does not report; what the learner counts is all that is known.
+            began, _, earlier = self._samples[0]
+            steps = learner.get("env_steps", 0) - earlier.get("env_steps", 0)
+            metrics["env_steps_per_s"] = steps / (self._samples[-1][0] - began)
+            del metrics["bottleneck"]
         totals = self._totals()
-        metrics["trajectories_sent"] = totals.trajectories_sent + before
+        if any(view.report is not None for view in self.envs.values()):
+            metrics["trajectories_sent"] = totals.trajectories_sent + before
         metrics["trajectories_dropped"] = totals.trajectories_dropped + learner.get(
             "trajectories_dropped", 0
         )
