@@ -81,3 +81,43 @@ class Balance:
     def infer(self, observation: np.ndarray, eval_mask: np.ndarray) -> np.ndarray:
         lean = observation[:, -2] + self.damping * observation[:, -1]
         return (lean > 0).astype(np.int64)
+
+
+class Biased:
+    """Answers with its bias, which the tests publish as the version of the weights.
+
+    A call takes `seconds`. Before weights are loaded the answer is -1.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.bias = np.array(-1.0)
+
+    def load_state_dict(self, weights: dict[str, np.ndarray]) -> None:
+        self.bias = weights["bias"].copy()
+
+    def infer(self, observation: dict[str, Any], eval_mask: np.ndarray) -> dict[str, Any]:
+        time.sleep(self.seconds)
+        rows = len(observation["x"])
+        return {"actions": np.full(rows, self.bias), "rows": np.full(rows, rows)}
+
+
+def biased_module(width: int = 3) -> Any:
+    """The same as a torch module, with parameters and buffers of several kinds."""
+    import torch
+
+    class Biased(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.full((width,), -1.0, dtype=torch.bfloat16))
+            self.norm = torch.nn.BatchNorm1d(width)
+
+        def forward(self, observation: dict[str, Any]) -> dict[str, Any]:
+            zeros = torch.zeros(len(observation["x"]), 1)
+            return {
+                "actions": zeros + self.bias,
+                "batches": zeros + self.norm.num_batches_tracked,
+                "mean": zeros + self.norm.running_mean,
+            }
+
+    return Biased()

@@ -8,12 +8,15 @@ step to bootstrap from, and the final observations of the episodes that ended wi
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, List, Tuple
 
 import numpy as np
 
 from zmqrl.errors import DecodeError
 from zmqrl.transport.tree import is_row_list, leaves
+
+_TEXT = (str, bytes, bytearray, type(None))
+"""What text is made of; None stands for text that is not there."""
 
 
 @dataclass
@@ -78,36 +81,42 @@ class Trajectory:
         try:
             trajectory = cls(**tree)
             trajectory._check()
-        except (TypeError, KeyError, AttributeError, IndexError) as error:
+        except (TypeError, ValueError, KeyError) as error:
             raise DecodeError(f"not a trajectory: {error}") from None
         return trajectory
 
     def _check(self) -> None:
-        steps, rows = self.reward.shape
+        steps, rows = _typed("reward", self.reward, np.float32, 2).shape
         if steps == 0 or rows == 0:
-            raise DecodeError("a trajectory without steps or rows")
-        for name in ("reward", "terminated", "truncated", "valid"):
-            array = getattr(self, name)
-            kind = "f" if name == "reward" else "b"
-            if array.shape != (steps, rows) or array.dtype.kind != kind:
-                raise DecodeError(f"{name} is {array.dtype} {list(array.shape)}, not [{steps}, {rows}]")
-        if self.versions.shape != (steps,) or self.versions.dtype.kind != "i":
-            raise DecodeError("versions do not fit the steps")
-        _check_axes(self.observation, (steps, rows), "observation")
-        _check_axes(self.policy, (steps, rows), "policy")
-        _check_axes(self.bootstrap, (rows,), "bootstrap")
-        self.policy["actions"]
-        index = self.final_index
-        if index.ndim != 2 or index.shape[1] != 2 or index.dtype.kind != "i":
-            raise DecodeError("final_index is not [K, 2]")
-        if len(index):
-            _check_axes(self.final_observation, (len(index),), "final_observation")
-            if index.min() < 0 or index[:, 0].max() >= steps or index[:, 1].max() >= rows:
-                raise DecodeError("final_index points outside of the trajectory")
-        done = np.zeros((steps, rows), dtype=bool)
-        done[index[:, 0], index[:, 1]] = True
-        if not np.array_equal(done, (self.terminated | self.truncated) & self.valid):
-            raise DecodeError("final_index does not name the transitions that ended an episode")
+            raise ValueError("it has no steps or no rows")
+        for name in ("terminated", "truncated", "valid"):
+            if _typed(name, getattr(self, name), np.bool_, 2).shape != (steps, rows):
+                raise ValueError(f"{name} is not [{steps}, {rows}]")
+        versions = _typed("versions", self.versions, np.int64, 1)
+        if versions.shape != (steps,) or versions.min() < 0:
+            raise ValueError("versions are not a number for each step")
+        layout = _layout(self.observation, (steps, rows), "observation")
+        if _layout(self.bootstrap, (rows,), "bootstrap") != layout:
+            raise ValueError("the bootstrap is unlike the observations")
+        _layout(self.policy, (steps, rows), "policy")
+        if not isinstance(self.policy, dict) or "actions" not in self.policy:
+            raise ValueError("policy has no actions")
+        if not isinstance(self.origin, str):
+            raise ValueError("origin is no text")
+        self._check_finals(layout)
+
+    def _check_finals(self, layout: Any) -> None:
+        index = _typed("final_index", self.final_index, np.int64, 2)
+        done = (self.terminated | self.truncated) & self.valid
+        if index.shape[1] != 2 or not np.array_equal(np.unique(index, axis=0), np.argwhere(done)):
+            raise ValueError("final_index does not name the transitions that ended an episode")
+        if len(index) != done.sum():
+            raise ValueError("final_index names a transition twice")
+        if len(index) == 0:
+            if self.final_observation is not None:
+                raise ValueError("there is a final observation, but no end of an episode")
+        elif _layout(self.final_observation, (len(index),), "final_observation") != layout:
+            raise ValueError("the final observations are unlike the observations")
 
 
 class _Segment:
@@ -149,9 +158,9 @@ class TrajectoryBuilder:
     ) -> None:
         self.steps = steps
         self.dropped = 0
-        """Trajectories given up because of numbers that are not finite."""
+        """Trajectories given up, because of numbers that are not finite for instance."""
         self.problem = ""
-        """Which, in words; of the latest one."""
+        """Why, in words; of the latest one."""
         self.leave = False
         """Whether the trajectory that begins has been allowed."""
         self._origin = origin
@@ -163,7 +172,12 @@ class TrajectoryBuilder:
     @property
     def rows(self) -> int:
         """Rows of the observations noted last, N."""
-        return _rows(self._segments[-1].observations[-1])
+        return _rows(self.observation)
+
+    @property
+    def observation(self) -> Any:
+        """The observations noted last: every leaf an array `[N, ...]` or a list of N str."""
+        return self._segments[-1].observations[-1]
 
     @property
     def begins(self) -> bool:
@@ -174,30 +188,40 @@ class TrajectoryBuilder:
         """Note the observations, a tree of `[N, ...]`, that the next actions are asked for.
 
         Asked twice without an outcome in between, the later ones count.
+
+        Raises:
+            ValueError: They are unlike those before them in the trajectory.
         """
-        observation = _copied(observation) if self._copy else observation
+        observation = _owned(observation, _rows(observation), self._copy)
         segment = self._segments[-1]
+        step = len(segment.rewards)
+        if step and _is_unlike(observation, segment.observations[0]):
+            raise ValueError("the observation has other rows, leaves, shapes or dtypes than before")
         problem = not_finite(observation, "observation")
         self._fill_finals(segment, observation)
-        if len(segment.rewards) == self.steps:
+        if step == self.steps:
             segment.bootstrap = observation
             segment.problem = segment.problem or problem
             segment = _Segment()
             self._segments.append(segment)
             self.leave = False
             self._finish()
-        del segment.observations[len(segment.rewards) :], segment.replies[len(segment.rewards) :]
-        del segment.versions[len(segment.rewards) :]
+            step = 0
+        del segment.observations[step:], segment.replies[step:], segment.versions[step:]
         segment.observations.append(observation)
         segment.problem = segment.problem or problem
 
     def act(self, reply: dict[str, Any], version: int) -> None:
         """Note the policy's reply to them, arrays `[N, ...]`, and the version of its weights."""
         segment = self._segments[-1]
-        if len(segment.observations) != len(segment.rewards) + 1:
+        step = len(segment.rewards)
+        if len(segment.observations) != step + 1:
             return  # a reply that nobody steps with
-        segment.replies.append(_copied(reply) if self._copy else reply)
+        del segment.replies[step:], segment.versions[step:]
+        segment.replies.append(_owned(reply, self.rows, self._copy))
         segment.versions.append(version)
+        if _is_unlike(segment.replies[step], segment.replies[0]) and not segment.problem:
+            segment.problem = "the policy's replies changed their form within a trajectory"
 
     def outcome(
         self,
@@ -231,7 +255,7 @@ class TrajectoryBuilder:
         real = np.ones(rows, dtype=bool) if valid is None else one_per_row("valid", valid, rows, bool)
         ends = one_per_row("terminated", terminated, rows, bool) & real
         cuts = one_per_row("truncated", truncated, rows, bool) & real
-        checked = None if reward is None else self._checked_reward(segment, step, reward, real)
+        checked, problem = (None, "") if reward is None else _checked_reward(reward, real)
         done = np.flatnonzero(ends | cuts)
         if len(done) and final_observation is None and not self._final_is_next:
             raise ValueError(
@@ -239,6 +263,8 @@ class TrajectoryBuilder:
             )
         if final_observation is not None:
             self._add_finals(segment, final_observation, done)
+        # From here on nothing raises: a step is noted as a whole or not at all.
+        segment.problem = segment.problem or problem
         segment.final_index.extend([step, int(row)] for row in done)
         segment.rewards.append(checked)
         segment.terminated.append(ends)
@@ -253,7 +279,8 @@ class TrajectoryBuilder:
             ValueError: The shape is wrong.
         """
         segment, step = handle
-        segment.rewards[step] = self._checked_reward(segment, step, reward, segment.valid[step])
+        segment.rewards[step], problem = _checked_reward(reward, segment.valid[step])
+        segment.problem = segment.problem or problem
         self._finish()
 
     def take(self) -> list[Trajectory]:
@@ -262,22 +289,15 @@ class TrajectoryBuilder:
         return taken
 
     def _add_finals(self, segment: _Segment, tree: Any, rows: Any) -> None:
-        for row in rows:
-            final = _copied(_row(tree, int(row)))
+        finals = [_final_row(tree, int(row), segment.observations[-1]) for row in rows]
+        for final in finals:
             segment.problem = segment.problem or not_finite(final, "final observation")
-            segment.finals.append(final)
+        segment.finals.extend(finals)
 
     def _fill_finals(self, segment: _Segment, observation: Any) -> None:
         """Take final observations that were not told from the observation that followed."""
         missing = segment.final_index[len(segment.finals) :]
         self._add_finals(segment, observation, [row for _, row in missing])
-
-    def _checked_reward(self, segment: _Segment, step: int, reward: Any, valid: Any) -> np.ndarray:
-        checked = np.where(valid, one_per_row("reward", reward, len(valid), np.float32), 0)
-        bad = np.flatnonzero(~np.isfinite(checked))
-        if len(bad) and not segment.problem:
-            segment.problem = f"reward is {checked[bad[0]]} in row {bad[0]}"
-        return checked.astype(np.float32)
 
     def _finish(self) -> None:
         while self._segments[0].complete():
@@ -293,19 +313,31 @@ def one_per_row(what: str, values: Any, rows: int, dtype: Any) -> Any:
     """Copy `values`, of shape `[N]` or `[N, 1]`, to an array `[N]` of `dtype`.
 
     Raises:
-        ValueError: They have another shape; `what` names them.
+        ValueError: They have another shape, or are no such values; `what` names them.
     """
-    array = np.array(values, dtype=dtype)
+    try:
+        with np.errstate(over="ignore"):  # it becomes inf, which is looked for
+            array = np.array(_on_cpu(values), dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected {what} of shape ({rows},): {error}") from None
     if array.shape not in ((rows,), (rows, 1)):
         raise ValueError(f"expected {what} of shape ({rows},), got {array.shape}")
     return array.reshape(rows)
 
 
+def _checked_reward(reward: Any, valid: Any) -> Tuple[np.ndarray, str]:
+    """The rewards, 0 where there was no transition; and what is wrong with them, in words."""
+    checked = np.where(valid, one_per_row("reward", reward, len(valid), np.float32), np.float32(0))
+    bad = np.flatnonzero(~np.isfinite(checked))
+    return checked, f"reward is {checked[bad[0]]} in row {bad[0]}" if len(bad) else ""
+
+
 def _assemble(segment: _Segment, origin: str) -> Trajectory:
     index = np.array(segment.final_index, dtype=np.int64).reshape(-1, 2)
+    like = segment.observations[0]
     return Trajectory(
-        observation=_stacked(segment.observations),
-        policy=_stacked(segment.replies),
+        observation=_stacked(segment.observations, like),
+        policy=_stacked(segment.replies, segment.replies[0]),
         reward=np.stack([reward for reward in segment.rewards if reward is not None]),
         terminated=np.stack(segment.terminated),
         truncated=np.stack(segment.truncated),
@@ -313,41 +345,92 @@ def _assemble(segment: _Segment, origin: str) -> Trajectory:
         versions=np.array(segment.versions, dtype=np.int64),
         bootstrap=segment.bootstrap,
         final_index=index,
-        final_observation=_stacked(segment.finals) if segment.finals else None,
+        final_observation=_stacked(segment.finals, like) if segment.finals else None,
         origin=origin,
     )
 
 
-def _copied(tree: Any) -> Any:
+# -- Trees: every leaf is an array `[N, ...]`, or text: a list of N str (or bytes, or None)
+
+
+def _is_text(node: Any) -> bool:
+    return isinstance(node, list) and all(isinstance(item, _TEXT) for item in node)
+
+
+def _rows(observation: Any) -> int:
+    for _, leaf in leaves(observation):
+        if isinstance(leaf, (list, tuple)) or np.ndim(leaf):
+            return len(leaf)
+    raise ValueError("the observation has no rows")
+
+
+def _on_cpu(leaf: Any) -> Any:
+    """What numpy can read, of a torch tensor too, wherever it is."""
+    if not hasattr(leaf, "detach"):
+        return leaf
+    leaf = leaf.detach().cpu()
+    return leaf.float() if "bfloat16" in str(leaf.dtype) else leaf  # numpy has none
+
+
+def _owned(tree: Any, rows: int, copy: bool) -> Any:
+    """The tree with every leaf an array or a list of text, constants repeated for each row."""
     if isinstance(tree, dict):
-        return {key: _copied(child) for key, child in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return list(tree) if is_row_list(tree) else [_copied(child) for child in tree]
-    return tree if isinstance(tree, str) else np.array(tree)
-
-
-def _stacked(trees: list[Any]) -> Any:
-    first = trees[0]
-    if isinstance(first, dict):
-        return {key: _stacked([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, (list, tuple)):
-        if is_row_list(first):
-            return [list(tree) for tree in trees]
-        return [_stacked([tree[i] for tree in trees]) for i in range(len(first))]
-    return list(trees) if isinstance(first, str) else np.stack(trees)
-
-
-def _row(tree: Any, row: int) -> Any:
-    """One row of a tree, or of a sequence with a tree for each row."""
-    if isinstance(tree, np.ndarray) and tree.dtype == object and tree[row] is not None:
-        return tree[row]
-    if isinstance(tree, dict):
-        return {key: _row(child, row) for key, child in tree.items()}
+        return {key: _owned(child, rows, copy) for key, child in tree.items()}
     if isinstance(tree, (list, tuple)) and not is_row_list(tree):
-        if isinstance(tree, list) and any(child is None for child in tree):
-            return tree[row]
-        return [_row(child, row) for child in tree]
-    return tree[row] if np.ndim(tree) or isinstance(tree, (list, tuple)) else tree
+        return [_owned(child, rows, copy) for child in tree]
+    if isinstance(tree, (list, tuple)) and _is_text(list(tree)):
+        return list(tree)
+    if isinstance(tree, _TEXT):
+        return [tree] * rows
+    array = tree if isinstance(tree, np.ndarray) and not copy else np.array(_on_cpu(tree))
+    return array if array.ndim else np.full(rows, array)
+
+
+def _layout(tree: Any, axes: Tuple[int, ...], path: str) -> Any:
+    """What is below the first axes of each leaf, to compare.
+
+    Raises:
+        ValueError: A leaf does not begin with `axes`.
+    """
+    if isinstance(tree, dict):
+        return {key: _layout(child, axes, f"{path}.{key}") for key, child in tree.items()}
+    if isinstance(tree, list):
+        lists = tree if len(axes) == 2 else [tree]
+        if not all(_is_text(rows) for rows in lists):
+            return [_layout(child, axes, f"{path}[{i}]") for i, child in enumerate(tree)]
+        if len(tree) != axes[0] or any(len(rows) != axes[-1] for rows in lists):
+            raise ValueError(f"{path} is text that is not {list(axes)}")
+        return "text"
+    if not isinstance(tree, np.ndarray) or tree.shape[: len(axes)] != axes:
+        found = list(tree.shape) if isinstance(tree, np.ndarray) else type(tree).__name__
+        raise ValueError(f"{path} is {found}, not an array that begins with {list(axes)}")
+    return tree.shape[len(axes) :], tree.dtype.kind if tree.dtype.kind in "US" else tree.dtype.str
+
+
+def _is_unlike(tree: Any, other: Any) -> bool:
+    return bool(_layout_of_rows(tree) != _layout_of_rows(other))
+
+
+def _layout_of_rows(tree: Any) -> Any:
+    rows = _rows(tree)
+    return rows, _layout(tree, (rows,), "a leaf")
+
+
+def _typed(name: str, array: Any, dtype: Any, dimensions: int) -> np.ndarray:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != dimensions:
+        raise ValueError(f"{name} is no {np.dtype(dtype)} array of {dimensions} dimensions")
+    return array
+
+
+def _stacked(trees: List[Any], like: Any) -> Any:
+    """One tree of many; `like` has their structure."""
+    if isinstance(like, dict):
+        return {key: _stacked([tree[key] for tree in trees], child) for key, child in like.items()}
+    if _is_text(like):
+        return list(trees)
+    if isinstance(like, list):
+        return [_stacked([tree[i] for tree in trees], child) for i, child in enumerate(like)]
+    return np.stack(trees)
 
 
 def _next(now: Any, bootstrap: Any, final: Any, index: np.ndarray) -> Any:
@@ -356,47 +439,75 @@ def _next(now: Any, bootstrap: Any, final: Any, index: np.ndarray) -> Any:
             key: _next(child, bootstrap[key], None if final is None else final[key], index)
             for key, child in now.items()
         }
-    if isinstance(now, list) and not isinstance(bootstrap, np.ndarray) and not is_row_list(bootstrap):
-        return [
-            _next(child, bootstrap[i], None if final is None else final[i], index)
-            for i, child in enumerate(now)
-        ]
-    if isinstance(now, list):
+    if _is_text(bootstrap):
         text = [list(rows) for rows in now[1:]] + [list(bootstrap)]
         for k, (step, row) in enumerate(index):
             text[step][row] = final[k]
         return text
-    moved = np.concatenate([now[1:], np.asarray(bootstrap)[None]])
-    if len(index) and now.ndim > 1:
+    if isinstance(now, list):
+        return [
+            _next(child, bootstrap[i], None if final is None else final[i], index)
+            for i, child in enumerate(now)
+        ]
+    moved = np.concatenate([now[1:], bootstrap[None]])
+    if len(index):
+        # An array of text may have to become wider.
+        moved = moved.astype(np.result_type(moved, final), copy=False)
         moved[index[:, 0], index[:, 1]] = final
     return moved
 
 
-def _rows(observation: Any) -> int:
-    for _, leaf in leaves(observation):
-        if isinstance(leaf, (list, tuple)):
-            return len(leaf)
-        if np.ndim(leaf):
-            return len(leaf)
-    raise ValueError("the observation has no rows")
+def _final_row(tree: Any, row: int, like: Any) -> Any:
+    """The final observation of a row: of a tree of `[N, ...]`, or of a sequence of N trees.
+
+    Args:
+        tree: One of both.
+        row: Which.
+        like: Observations, whose structure, shapes and dtypes it gets.
+
+    Raises:
+        ValueError: There is none, or it does not fit.
+    """
+    try:
+        if isinstance(like, dict) and isinstance(tree, dict):
+            return {key: _final_row(tree[key], row, child) for key, child in like.items()}
+        if isinstance(like, list) and not _is_text(like) and _is_batched(tree, like):
+            return [_final_row(child, row, like[i]) for i, child in enumerate(tree)]
+        return _single(tree[row], like)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"final_obs has nothing that fits the observation in row {row}, which is done ({error!r})"
+        ) from None
 
 
-def _check_axes(tree: Any, axes: Any, path: str) -> None:
-    if isinstance(tree, dict):
-        for key, child in tree.items():
-            _check_axes(child, axes, f"{path}.{key}")
-    elif isinstance(tree, list):
-        if len(axes) == 2 and len(tree) == axes[0] and all(is_row_list(rows) for rows in tree):
-            if any(len(rows) != axes[1] for rows in tree):
-                raise DecodeError(f"{path} does not have {axes[1]} rows")
-        elif is_row_list(tree):
-            if len(tree) != axes[0]:
-                raise DecodeError(f"{path} does not have {axes[0]} rows")
-        else:
-            for child in tree:
-                _check_axes(child, axes, path)
-    elif tree.shape[: len(axes)] != tuple(axes) and tree.ndim >= len(axes):
-        raise DecodeError(f"{path} has shape {list(tree.shape)}, which does not begin with {list(axes)}")
+def _is_batched(tree: Any, like: Any) -> bool:
+    """Whether `tree` has an axis of rows in its leaves, like `like`; looks at the first leaf."""
+    if isinstance(like, dict):
+        return isinstance(tree, dict)
+    if isinstance(like, list):
+        if not isinstance(tree, (list, tuple)) or len(tree) != len(like):
+            return False
+        return is_row_list(tree) if _is_text(like) else _is_batched(tree[0], like[0])
+    return bool(np.shape(_on_cpu(tree)) == like.shape)
+
+
+def _single(item: Any, like: Any) -> Any:
+    """An observation without an axis of rows, in the form of a row of `like`."""
+    if isinstance(like, dict):
+        return {key: _single(item[key], child) for key, child in like.items()}
+    if _is_text(like):
+        if not isinstance(item, _TEXT):
+            raise TypeError(f"{type(item).__name__} in place of text")
+        return item
+    if isinstance(like, list):
+        return [_single(item[i], child) for i, child in enumerate(like)]
+    if item is None:
+        raise TypeError("None in place of an array")
+    array = np.array(_on_cpu(item))
+    if array.shape != like.shape[1:]:
+        raise TypeError(f"shape {list(array.shape)} in place of {list(like.shape[1:])}")
+    with np.errstate(over="ignore"):
+        return array.astype(like.dtype if like.dtype.kind not in "US" else array.dtype)
 
 
 def not_finite(tree: Any, path: str) -> str:

@@ -1,0 +1,5 @@
+"""The learner: its port to the pool, its loop, and the built-in algorithms."""
+
+from zmqrl.learner.port import Learner
+
+__all__ = ["Learner"]

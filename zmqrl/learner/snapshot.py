@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zmqrl.rollout.download import weights_signature
 from zmqrl.transport.checksum import checksum_of
 from zmqrl.transport.codec import encode, encode_meta
 from zmqrl.transport.header import MAX_FRAMES, Header, Op
@@ -33,7 +34,10 @@ class Snapshot:
 
         Raises:
             EncodeError: Something in them is no array.
+            ValueError: The number is not above 0, or there are too many large arrays.
         """
+        if not 0 < version < 2**63:
+            raise ValueError(f"a version is a number above 0, not {version!r}")
         encoded = encode({name: _on_cpu(value) for name, value in weights.items()}, copy=True)
         body = (encoded.meta, *encoded.buffers)
         if len(body) > MAX_FRAMES:
@@ -42,14 +46,15 @@ class Snapshot:
 
     def message(self, request_id: int, pinned: bool) -> list[Any]:
         """The frames of a WEIGHTS message that answers the request."""
+        notes = encode_meta({**self.notes, "pinned": pinned})
         header = Header(
             Op.WEIGHTS,
             request_id=request_id,
             frames=len(self.body),
-            signature=self.checksum,
+            signature=weights_signature(self.version, notes, self.checksum),
             policy_version=self.version,
         )
-        return [header.pack() + encode_meta({**self.notes, "pinned": pinned}), *self.body]
+        return [header.pack() + notes, *self.body]
 
 
 def _on_cpu(value: Any) -> Any:

@@ -25,8 +25,14 @@ _ASK_EVERY = 1.0
 """Seconds after which an unanswered question is repeated; the learner may have been restarted."""
 
 _REBUILD_AFTER = 30.0
-"""Seconds without a word, although the question was repeated, after which the socket is made anew. It is
-also how long one version may be on its way."""
+"""Seconds without a word, although the question was repeated, after which the socket is made anew; twice
+as many each time, until weights come: on a slow link one version takes long."""
+
+_MOST_PATIENCE = 600.0
+
+_HEARTBEAT_S = 60.0
+"""Seconds that one array may be on its way: nothing passes it, a heartbeat neither, so with fewer a large
+one would look like a dead link, again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +62,36 @@ class WeightsDownload:
         self.endpoint = endpoint
         self.loaded = 0
         """How often the policy took weights; told to the learner."""
-        self.failed = 0
-        """How often weights were damaged or did not fit."""
+        self.unfit = 0
+        """How often weights did not fit the policy; likewise."""
+        self._damaged = 0
         self._name = name
+        self._epoch = 0
+        self._complaint = ""
         self._lock = threading.Condition()
         self._newest: Weights | None = None
         self._pinned: Weights | None = None
         self._failure: BaseException | None = None
         self._stopping = False
         self._number = 0
+        self._patience = _REBUILD_AFTER
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._connect()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
+    @property
+    def epoch(self) -> int:
+        """Names the life of the learner from which the latest weights came."""
+        return self._epoch
+
+    @property
+    def failed(self) -> int:
+        """How often weights were damaged or did not fit."""
+        return self._damaged + self.unfit
+
     def newest(self) -> Weights | None:
-        """The newest weights that have arrived; None before the first.
+        """The newest weights that have arrived; None before the first of this life of the learner.
 
         Raises:
             StartupFailed: The thread that fetches them has failed.
@@ -80,30 +100,18 @@ class WeightsDownload:
             self._raise_failure()
             return self._newest
 
-    def pinned(self, version: int, timeout: float) -> Weights | None:
-        """The weights of one version that an evaluation is pinned to.
-
-        Args:
-            version: Its number.
-            timeout: Seconds to wait for it.
-
-        Returns:
-            None if it does not come; the learner no longer has it, perhaps.
+    def of(self, version: int) -> Weights | None:
+        """The weights of one version; None if they are not here, or no longer.
 
         Raises:
             StartupFailed: The thread that fetches them has failed.
         """
-        until = time.monotonic() + timeout
         with self._lock:
-            while True:
-                self._raise_failure()
-                for weights in (self._pinned, self._newest):
-                    if weights is not None and weights.version == version:
-                        return weights
-                left = until - time.monotonic()
-                if left <= 0:
-                    return None
-                self._lock.wait(left)
+            self._raise_failure()
+            for weights in (self._pinned, self._newest):
+                if weights is not None and weights.version == version:
+                    return weights
+            return None
 
     def wait(self, stopping: Callable[[], bool]) -> Weights | None:
         """Wait for the first weights, and say now and then that they are awaited.
@@ -120,7 +128,7 @@ class WeightsDownload:
                 self._lock.wait(0.25)
             if time.monotonic() >= said + 5.0:
                 said = time.monotonic()
-                log.info("waiting for weights from the learner at %s", self.endpoint)
+                log.info("waiting for weights from the learner at %s%s", self.endpoint, self._complaint)
         return None
 
     def close(self) -> None:
@@ -140,7 +148,8 @@ class WeightsDownload:
                     self._heard = time.monotonic()
                     continue
                 now = time.monotonic()
-                if now >= self._heard + _REBUILD_AFTER:
+                if now >= self._heard + self._patience:
+                    self._patience = min(2 * self._patience, _MOST_PATIENCE)
                     self._socket.close(0)
                     self._connect()
                     self._want()
@@ -154,7 +163,7 @@ class WeightsDownload:
             self._socket.close(0)
 
     def _connect(self) -> None:
-        self._socket = sockets.dealer(self._context, self.endpoint)
+        self._socket = sockets.dealer(self._context, self.endpoint, _HEARTBEAT_S)
         self._heard = time.monotonic()
 
     def _want(self) -> None:
@@ -167,7 +176,7 @@ class WeightsDownload:
         newest, pinned = self._newest, self._pinned
         fields = {
             "name": self._name,
-            "epoch": 0 if newest is None else newest.epoch,
+            "epoch": self._epoch,
             "version": 0 if newest is None else newest.version,
             "pinned": 0 if pinned is None else pinned.version,
             "loaded": self.loaded,
@@ -182,23 +191,32 @@ class WeightsDownload:
     def _handle(self, frames: list[Any]) -> None:
         try:
             header = unpack(frames[0].bytes)
-            if header.op != Op.WEIGHTS or header.request_id != self._number:
+            if header.op == Op.ERROR:
+                self._complaint = f", which says: {_message(frames[0].bytes)}"
+            if header.op != Op.WEIGHTS:
                 return
             weights, pinned = _read(header, frames)
         except VersionMismatch as error:
             raise StartupFailed(f"{self.endpoint}: {error}") from None
         except DecodeError as error:
-            self.failed += 1
+            self._damaged += 1
             log.warning("weights from %s are damaged, and asked for again: %s", self.endpoint, error)
             self._stop_or_sleep()
         else:
-            with self._lock:
-                if pinned:
-                    self._pinned = weights
-                else:
-                    self._newest = weights
-                self._lock.notify_all()
+            self._patience = _REBUILD_AFTER
+            self._keep(weights, pinned)
         self._want()
+
+    def _keep(self, weights: Weights, pinned: bool) -> None:
+        with self._lock:
+            if weights.epoch != self._epoch:
+                # Another life of the learner, whose version 3 is not the one that is here.
+                self._epoch, self._newest, self._pinned = weights.epoch, None, None
+            if pinned:
+                self._pinned = weights
+            else:
+                self._newest = weights
+            self._lock.notify_all()
 
     def _stop_or_sleep(self) -> None:
         """A moment's rest, so that damage that repeats does not keep the link busy."""
@@ -211,6 +229,21 @@ class WeightsDownload:
             raise StartupFailed(f"fetching weights failed: {self._failure}") from self._failure
 
 
+def _message(first: bytes) -> str:
+    return str(decode_meta(first[HEADER_SIZE:]).get("message"))[:500]
+
+
+def weights_signature(version: int, notes: bytes, checksum: int) -> int:
+    """What the header of weights has as its signature: damage to any of the three shows.
+
+    Args:
+        version: Their number.
+        notes: What follows the header.
+        checksum: Of the body, 32 bits.
+    """
+    return checksum_of([version.to_bytes(8, "little"), notes]) << 32 | checksum
+
+
 def _read(header: Header, frames: list[Any]) -> tuple[Weights, bool]:
     """The weights in a WEIGHTS message, and whether they are those of an evaluation.
 
@@ -220,9 +253,10 @@ def _read(header: Header, frames: list[Any]) -> tuple[Weights, bool]:
     body = [frame.buffer for frame in frames[1:]]
     if header.frames != len(body) or not body:
         raise DecodeError(f"{len(body)} frames came, the header says {header.frames}")
-    if checksum_of(body) != header.signature:
+    words = frames[0].bytes[HEADER_SIZE:]
+    if weights_signature(header.policy_version, words, checksum_of(body)) != header.signature:
         raise DecodeError(f"version {header.policy_version} does not have its checksum")
-    notes = decode_meta(frames[0].bytes[HEADER_SIZE:], MAX_META)
+    notes = decode_meta(words, MAX_META)
     arrays = decode(bytes(body[0]), frames[2:])
     if not isinstance(arrays, dict) or type(notes.get("epoch")) is not int:
         raise DecodeError("not weights")

@@ -77,7 +77,7 @@ class TensorPolicy:
         self._takes_deterministic = "deterministic" in parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorPolicy:
-        return TensorPolicy(copy.deepcopy(self._function, memo), str(self.device))
+        return type(self)(copy.deepcopy(self._function, memo), str(self.device))
 
     @property
     def version(self) -> int:
@@ -110,8 +110,14 @@ class TensorPolicy:
         difference = state_difference(module.state_dict(), weights)
         if difference:
             raise WeightsError(difference)
-        tensors = {name: self._torch.as_tensor(array) for name, array in weights.items()}
-        module.load_state_dict(tensors)
+        # All of them before the first is replaced: torch leaves a module half loaded.
+        module.load_state_dict({name: self._parameter(name, array) for name, array in weights.items()})
+
+    def _parameter(self, name: str, array: Any) -> Any:
+        try:
+            return self._torch.as_tensor(array)
+        except (TypeError, ValueError) as error:
+            raise WeightsError(f"{name!r} is not made of numbers: {error}") from None
 
     def infer(self, observation: Any, eval_mask: np.ndarray) -> Any:
         """See `Policy.infer`."""

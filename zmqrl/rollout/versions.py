@@ -13,9 +13,6 @@ from zmqrl.rollout.policy import Policy
 
 log = logging.getLogger(__name__)
 
-_WAIT_FOR_PINNED = 10.0
-"""Seconds that a request waits for the weights that it is pinned to; they are on their way."""
-
 
 class PolicyVersions:
     """A policy whose weights may change between two batches, and a copy of it for evaluations.
@@ -32,9 +29,12 @@ class PolicyVersions:
         self._policy = policy
         self._download = download
         self._version = version
-        self._seen: tuple[int, int] | None = None  # epoch and version that were tried last
-        self._pinned: Policy | None = None
-        self._pinned_version = -1
+        self._tried: Weights | None = None
+        """The newest weights when it was last looked."""
+        self._held: Weights | None = None
+        """Those that the policy has."""
+        self._copy: Policy | None = None
+        self._copy_holds: Weights | None = None
         self.load_seconds = 0.0
         """Spent in loading weights, in all."""
 
@@ -48,26 +48,47 @@ class PolicyVersions:
         """Of the weights that answer requests which are not pinned."""
         return int(getattr(self._policy, "version", 0)) if self._version is None else self._version
 
+    def load(self, weights: Weights) -> None:
+        """Replace the weights.
+
+        Raises:
+            WeightsError: They do not fit; the version stays what it was.
+        """
+        self._tried = weights
+        self._load(self._policy, weights)
+        self._held, self._version = weights, weights.version
+        if self._download is not None:
+            self._download.loaded += 1
+
     def refresh(self) -> None:
-        """Load the newest weights, if there are any; weights that do not fit change nothing."""
+        """Load the newest weights, if there are any; weights that do not fit change nothing.
+
+        Raises:
+            StartupFailed: The thread that fetches weights has failed.
+        """
         if self._download is None:
             return
         weights = self._download.newest()
-        if weights is None or (weights.epoch, weights.version) == self._seen:
+        if weights is None or weights is self._tried:
             return
-        self._seen = (weights.epoch, weights.version)
         try:
-            self._load(self._policy, weights)
-            self._version = weights.version
-            self._download.loaded += 1
+            self.load(weights)
         except WeightsError as error:
-            self._download.failed += 1
+            self._download.unfit += 1
             log.warning("version %d stays: %s", self.version, error)
 
     def close(self) -> None:
         """End the download."""
         if self._download is not None:
             self._download.close()
+
+    def lacks(self, version: int) -> bool:
+        """Whether the weights that a request is pinned to are not here, but may still come."""
+        return (
+            self._download is not None
+            and version not in (0, self._version_held_now())
+            and self._download.of(version) is None
+        )
 
     def of(self, version: int) -> tuple[Policy, int]:
         """The policy that answers a request, and the version of its weights.
@@ -78,26 +99,33 @@ class PolicyVersions:
         Raises:
             PolicyError: The version cannot be had, or does not fit.
         """
-        if version in (0, self.version):
+        if version in (0, self._version_held_now()):
             return self._policy, self.version
-        if version == self._pinned_version and self._pinned is not None:
-            return self._pinned, version
-        weights = None
-        if self._download is not None:
-            weights = self._download.pinned(version, _WAIT_FOR_PINNED)
+        weights = None if self._download is None else self._download.of(version)
         if weights is None:
             raise PolicyError(
                 f"the weights of version {version}, which the request asks for, cannot be had; "
                 f"this worker serves version {self.version}"
             )
-        if self._pinned is None:
-            self._pinned = copy.deepcopy(self._policy)
-        try:
-            self._load(self._pinned, weights)
-        except WeightsError as error:
-            raise PolicyError(f"version {version} cannot be loaded: {error}") from error
-        self._pinned_version = version
-        return self._pinned, version
+        if self._copy is None:
+            self._copy = copy.deepcopy(self._policy)
+        if weights is not self._copy_holds:
+            try:
+                self._copy_holds = None  # should the load stop half way
+                self._load(self._copy, weights)
+            except WeightsError as error:
+                raise PolicyError(f"version {version} cannot be loaded: {error}") from error
+            self._copy_holds = weights
+        return self._copy, version
+
+    def _version_held_now(self) -> int:
+        """The version of the policy's weights; -1 if a learner of that life is no more.
+
+        A learner that was restarted may give a number a second time, to other weights.
+        """
+        if self._download is not None and self._held is not None:
+            return self.version if self._download.epoch == self._held.epoch else -1
+        return self.version
 
     def _load(self, policy: Any, weights: Weights) -> None:
         begin = time.perf_counter()

@@ -46,6 +46,12 @@ worker makes its socket anew."""
 
 _MAX_TRACEBACK = 8000
 
+_ASK_AGAIN_MS = 100
+"""Milliseconds after which a client asks again for a version whose weights are still on their way."""
+
+_LAST_MOMENT_MS = 1000
+"""A request that has less time left is not told to ask again: it ends in an error that says why."""
+
 _ROOM_FOR_ERROR = 256
 """Bytes kept for each reply of a batch: it can always be replaced by a short ERROR."""
 
@@ -128,6 +134,7 @@ class RolloutWorker:
                     self._handle(self._receive())
                     self._heard = time.monotonic()
                     continue
+                self._versions.refresh()
                 now = time.monotonic()
                 if now >= self._heard + _REBUILD_AFTER:
                     self._socket.close(0)
@@ -234,7 +241,10 @@ class RolloutWorker:
         self._send(join_batch(result, Op.RESULT, [replies[entry.slot] for entry in entries]))
 
     def _answer(self, shards: Sequence[_Shard]) -> dict[int, list[Any]]:
-        """The replies, by slot, for shards of one structure."""
+        """The replies, by slot, for shards of one structure that ask for one version."""
+        version = shards[0].header.policy_version
+        if self._versions.lacks(version):
+            return {shard.entry.slot: self._later(shard, version) for shard in shards}
         try:
             return self._infer(shards)
         except Exception as error:
@@ -275,6 +285,18 @@ class RolloutWorker:
             replies[shard.entry.slot] = [header.pack() + encoded.meta, *encoded.buffers]
         return replies
 
+    def _later(self, shard: _Shard, version: int) -> list[Any]:
+        """The reply to a request whose weights are not here: nobody else waits until they are."""
+        entry, header = shard.entry, shard.header
+        text = (
+            f"the weights of version {version}, which the request asks for, are not here; {self.name} "
+            f"serves version {self._versions.version}"
+        )
+        if header.budget_ms - entry.queue_us / 1000 < _LAST_MOMENT_MS:
+            return self._error(entry, header, "policy", text)
+        # It is the code upon which a client asks again within its own time limit.
+        return self._error(entry, header, "overloaded", text, retry_after_ms=_ASK_AGAIN_MS)
+
     def _check_size(self, encoded: Encoded) -> None:
         largest = max([len(encoded.meta), *(len(buffer) for buffer in encoded.buffers)])
         if largest > self._max_message - HEADER_SIZE or len(encoded.buffers) > MAX_FRAMES:
@@ -283,12 +305,13 @@ class RolloutWorker:
                 f"at most {MAX_FRAMES} of {self._max_message >> 20} MiB can be sent"
             )
 
-    def _error(self, entry: Entry, header: Header, code: str, text: str) -> list[Any]:
-        fields = {"code": code, "message": text}
+    def _error(
+        self, entry: Entry, header: Header, code: str, text: str, **more: int
+    ) -> list[Any]:
+        fields = {"code": code, "message": text, **more}
         return [self._reply(entry, header, Op.ERROR).pack() + encode_meta(fields)]
 
-    @staticmethod
-    def _reply(entry: Entry, header: Header, op: Op) -> Header:
+    def _reply(self, entry: Entry, header: Header, op: Op) -> Header:
         return Header(
             op,
             flags=header.flags,
@@ -296,6 +319,7 @@ class RolloutWorker:
             attempt=entry.attempt,
             stage=header.stage,
             queue_us=entry.queue_us,
+            policy_version=self._versions.version,
         )
 
 

@@ -6,8 +6,18 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from typing import Any
+
+import numpy as np
+
 from zmqrl.config import Config
-from zmqrl.errors import ConfigError, StartupFailed
+from zmqrl.errors import (
+    CheckpointError,
+    ConfigError,
+    PolicyLoadError,
+    StartupFailed,
+    WeightsError,
+)
 from zmqrl.rollout.download import Weights, WeightsDownload
 from zmqrl.rollout.policy import Policy, TensorPolicy, load_policy
 from zmqrl.rollout.versions import PolicyVersions
@@ -42,14 +52,31 @@ def make_policy(config: Config, name: str, stopping: Callable[[], bool]) -> Poli
     if not config.learns:
         return PolicyVersions(_own(config))
     # The user's policy first: what is wrong with it shows before a learner is there.
-    policy = None if config.rollout.policy is None else _own(config)
+    uses_actor = config.rollout.policy is None and config.algorithm.is_set
+    policy = None if uses_actor else _own(config)
     download = WeightsDownload(config.actor.endpoint or sockets.local_endpoint("learner"), name)
+    try:
+        versions = _with_first_weights(config, policy, download, stopping)
+    except BaseException:
+        download.close()
+        raise
+    if versions is None:
+        download.close()
+    return versions
+
+
+def _with_first_weights(
+    config: Config, policy: Policy | None, download: WeightsDownload, stopping: Callable[[], bool]
+) -> PolicyVersions | None:
+    """Wait for weights, so that no request is ever answered by those that nobody has published."""
     weights = download.wait(stopping)
     if weights is None:
-        download.close()
         return None
     versions = PolicyVersions(policy or _actor(config, weights), download)
-    versions.refresh()
+    try:
+        versions.load(weights)
+    except WeightsError as error:
+        raise PolicyLoadError(f"the learner at {download.endpoint}: {error}") from error
     return versions
 
 
@@ -73,7 +100,6 @@ def _actor(config: Config, weights: Weights) -> Policy:
 
 
 def _from_checkpoint(config: Config, path: Path) -> PolicyVersions:
-    from zmqrl.errors import CheckpointError, WeightsError
     from zmqrl.learner import checkpoint
     from zmqrl.learner.worker import actor_from
 
@@ -81,11 +107,30 @@ def _from_checkpoint(config: Config, path: Path) -> PolicyVersions:
         actor, version = actor_from(path, config)
         return PolicyVersions(TensorPolicy(actor, config.rollout.device), version=version)
     policy = _own(config)
-    content = checkpoint.load(checkpoint.find(path), checkpoint.ACTOR)
+    found = checkpoint.find(path)
+    content = checkpoint.load(found, checkpoint.ACTOR)
     try:
-        policy.load_state_dict(content["weights"])  # type: ignore[attr-defined]
-    except (WeightsError, AttributeError, KeyError) as error:
+        version = int(content["version"])
+        weights = {name: _as_array(value) for name, value in content["weights"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint {found} does not hold a policy: {error!r}") from error
+    load = getattr(policy, "load_state_dict", None)
+    if not callable(load):
         raise CheckpointError(
-            f"the checkpoint {path} does not fit {config.rollout.policy}: {error}"
+            f"{config.rollout.policy} has no load_state_dict, so it cannot take the weights of {found}"
+        )
+    try:
+        load(weights)
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint {found} does not fit {config.rollout.policy}: {error}"
         ) from error
-    return PolicyVersions(policy, version=int(content["version"]))
+    return PolicyVersions(policy, version=version)
+
+
+def _as_array(value: Any) -> np.ndarray:
+    """A tensor as it would come from a learner."""
+    if str(value.dtype) == "torch.bfloat16":
+        value = value.float()  # numpy has no bfloat16; float32 holds the same values
+    array: np.ndarray = value.numpy(force=True)
+    return array
