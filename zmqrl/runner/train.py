@@ -271,7 +271,7 @@ class Training:
             self._progress.take(report)
         for evaluation in self._progress.evaluations.finished():
             self._progress.latest_evaluation = evaluation
-            self._log({**self.last_metrics(), "env_steps": evaluation["eval/env_steps"]}, evaluation)
+            self._log_evaluation(evaluation)
             self._judge(evaluation)
 
     def _judge(self, evaluation: Metrics) -> None:
@@ -312,12 +312,18 @@ class Training:
             self._drawn = now
             curve.draw(self.records, self._folder / "learning_curve.png", self._folder.name)
 
-    def _log(self, metrics: Metrics, evaluation: Metrics | None = None) -> None:
-        """Write a record; the results of an evaluation stand only in its own."""
+    def _log(self, metrics: Metrics) -> None:
+        """Write a record of the moment; the results of evaluations stand in their own records."""
         self._logged = time.monotonic()
-        record = {
-            k: v for k, v in metrics.items() if evaluation is not None or not k.startswith("eval/")
-        }
+        self._write({key: value for key, value in metrics.items() if not key.startswith("eval/")})
+
+    def _log_evaluation(self, evaluation: Metrics) -> None:
+        """Write the results of an evaluation, at the env steps of the weights that it ran."""
+        now = self._progress.metrics()
+        times = {"wall_s": self._wall_s(), "policy_version": now.get("policy_version")}
+        self._write({"env_steps": evaluation["eval/env_steps"], **times, **evaluation})
+
+    def _write(self, record: Metrics) -> None:
         self.records.append(record)
         self._files.log(record, int(_number(record["env_steps"])))
 
