@@ -102,6 +102,41 @@ class Biased:
         return {"actions": np.full(rows, self.bias), "rows": np.full(rows, rows)}
 
 
+class Judge:
+    """A reward model whose rewards tell what it was asked about; a call takes `seconds`.
+
+    The numbers are below 2^24, so that a float32 holds them all. `touch` names a file that is created
+    when a call begins.
+    """
+
+    def __init__(self, seconds: float = 0.0, wrong_shape: bool = False, touch: str = "") -> None:
+        self.seconds = seconds
+        self.wrong_shape = wrong_shape
+        self.touch = touch
+
+    def infer(self, transitions: dict[str, Any], eval_mask: np.ndarray) -> np.ndarray:
+        if self.touch:
+            Path(self.touch).touch()
+        time.sleep(self.seconds)
+        rewards = judged(
+            transitions["observation"],
+            transitions["actions"],
+            transitions["next_observation"],
+            transitions["terminated"],
+            transitions["truncated"],
+        )
+        return np.repeat(rewards[:, None], 2, 1) if self.wrong_shape else rewards
+
+
+def judged(
+    observation: Any, actions: Any, next_observation: Any, terminated: Any, truncated: Any
+) -> np.ndarray:
+    """What `Judge` says of transitions `[..., N]` of `sims.Counter`."""
+    steps = observation[..., 0] + 100 * next_observation[..., 0]
+    rewards: np.ndarray = steps + 10_000 * actions + 100_000 * terminated + 1_000_000 * truncated
+    return rewards
+
+
 def biased_module(width: int = 3) -> Any:
     """The same as a torch module, with parameters and buffers of several kinds."""
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ class LearnerWorker:
 
     def _finish(self, algorithm: Algorithm) -> None:
         """Evaluate the last weights, and wait to be stopped."""
+        self._catch_up(algorithm)
         self._publish(algorithm)
         evaluates = self._config.runner.val_check_interval > 0
         self._evaluation_due = evaluates and self._evaluated_at != self._published_at
@@ -208,6 +210,20 @@ class LearnerWorker:
                 self._report.finished = not evaluates or self._port.evaluation_is_over(workers)
                 self._tell(now=self._report.finished)
             self._tell()
+
+    def _catch_up(self, algorithm: Algorithm) -> None:
+        """Make the updates that the last env steps are still owed (`algorithm.updates_per_env_step`)."""
+        last = self._config.last_step
+        if last is not None and self._step >= last:
+            return
+        at_the_end = Progress(updates=self._updates, env_steps=self._env_steps)
+        while self._gate.updates_per_env_step is not None and self._gate.may_update(at_the_end):
+            update = None if self._stop() else algorithm.update(1.0)
+            if update is None:
+                return
+            self._count(algorithm, update)
+            self._tell()
+            at_the_end = replace(at_the_end, updates=self._updates)
 
     def _take_the_last(self, algorithm: Algorithm) -> None:
         """Take what env workers delivered before they ended: they were told to end first."""
