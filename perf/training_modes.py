@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,14 +55,15 @@ def summary(run: dict[str, Any]) -> dict[str, float]:
     """Env steps/s while stepping, seconds to success, and the share of time at the learner's gate."""
     training = [r for r in run["records"] if "eval/number" not in r and r["env_steps"] > 0]
     first, last = training[0], training[-2]
-    gate = sum(r["time/env/gate_wait"] for r in training) / len(training)
-    step = sum(r["time/env/step"] + r["time/env/wait"] + r["time/env/gate_wait"] for r in training)
+    parts = ("time/env/step", "time/env/wait", "time/env/gate_wait")
+    # The median over windows of some seconds: the first ones wait for the learner to come up.
+    gate = statistics.median(r[parts[2]] / sum(r[part] for part in parts) for r in training)
     reached = [r for r in run["records"] if (r.get("eval/success_at_end") or 0) >= 0.95]
     return {
         "env_steps_per_s": (last["env_steps"] - first["env_steps"]) / (last["wall_s"] - first["wall_s"]),
         "seconds_to_success": reached[0]["wall_s"] if reached else float("nan"),
         "env_steps_to_success": reached[0]["env_steps"] if reached else float("nan"),
-        "gate_wait_share": gate / (step / len(training)),
+        "gate_wait_share": gate,
     }
 
 

@@ -109,11 +109,6 @@ def test_ppo_learns_in_a_box_without_bounds_in_the_simulators_units():
     np.testing.assert_allclose(actions.std(0), 1, rtol=0.05)
 
 
-def test_where_env_workers_rescale_actions_the_policy_chooses_between_minus_one_and_one():
-    actor = saturated(sac_actor(spaces(), MODEL, rescaled=True))
-    np.testing.assert_array_equal(reply(actor)["actions"], 1)
-
-
 def test_an_action_has_the_shape_of_the_space():
     box = ActionSpace("box", (2, 3), [-1.0] * 6, [1.0] * 6)
     assert reply(sac_actor(spaces(box), MODEL))["actions"].shape == (64, 2, 3)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zmqrl.config import Config
+from zmqrl.errors import ConfigError
+from zmqrl.imports import import_object
 from zmqrl.spaces import Spaces
 from zmqrl.trajectory import Trajectory
 
@@ -92,12 +94,9 @@ def make_algorithm(spaces: Spaces, config: Config) -> Algorithm:
     Raises:
         ConfigError: None is named, it cannot be imported, or it cannot do with these spaces.
     """
-    from zmqrl.imports import import_object
-
     chosen = config.algorithm
     if chosen.factory is not None:
-        factory = import_object(chosen.factory)
-        algorithm: Algorithm = factory(spaces, config, **chosen.kwargs)
+        algorithm: Algorithm = import_object(chosen.factory)(spaces, config, **chosen.kwargs)
         return algorithm
     if chosen.name == "sac":
         from zmqrl.learner.sac import SAC
@@ -107,6 +106,20 @@ def make_algorithm(spaces: Spaces, config: Config) -> Algorithm:
         from zmqrl.learner.ppo import PPO
 
         return PPO(spaces, config)
-    from zmqrl.errors import ConfigError
-
     raise ConfigError("no algorithm is named: set algorithm.name to sac or ppo, or algorithm.factory")
+
+
+def make_actor(spaces: Spaces, config: Config) -> torch.nn.Module:
+    """Build the actor of that algorithm alone, for a rollout worker.
+
+    Raises:
+        ConfigError: As `make_algorithm`.
+    """
+    # The built-in actors need no TorchRL, which takes seconds to import.
+    from zmqrl.learner.networks import ppo_actor, sac_actor
+
+    if config.algorithm.name == "sac":
+        return sac_actor(spaces, config.actor.model)
+    if config.algorithm.name == "ppo":
+        return ppo_actor(spaces, config.actor.model)
+    return make_algorithm(spaces, config).actor

@@ -3,10 +3,13 @@
 *Ratio* (`algorithm.updates_per_env_step`): the learner makes no more updates than the env steps allow,
 and the env workers begin no trajectory that would put them ahead of the updates by more than the slack.
 The slack is at least all trajectories under way, and a gate closes only between trajectories: else both
-sides could wait for each other.
+sides could wait for each other. While the learner may not update, it is the one that waits, so that the
+slack counts from the env steps that are there (they may be up to one update ahead); and with nothing
+under way then, a trajectory of whatever size may begin.
 
 *Staleness* (`algorithm.staleness_threshold`, S): with V versions published after the first one, at most
-`(S + V + 1) x trajectories per version` are begun in all, so that none can lag behind by more than S.
+`(S + V + 1) x trajectories per version` are begun in all. V is that of the time when the oldest one
+under way began, so that the learner cannot get further than S versions ahead of a slow one.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ class Progress:
     under_way: int = 0
     """Trajectories under way."""
     env_steps_under_way: int = 0
+    oldest_under_way: int | None = None
+    """`versions` when the oldest trajectory under way began."""
     hungry: bool = True
     """Whether the algorithm needs more data before it can do anything at all."""
 
@@ -55,11 +60,18 @@ class Gate:
         ratio = self.updates_per_env_step
         if ratio is None or progress.hungry:
             return True
+        paid = progress.updates / ratio
+        if not self.may_update(progress):
+            if progress.under_way == 0:
+                return True
+            paid = max(paid, progress.env_steps)
         ahead = progress.env_steps + progress.env_steps_under_way + env_steps
-        return ahead <= progress.updates / ratio + self.slack_steps
+        return ahead <= paid + self.slack_steps
 
     def _fresh_enough(self, progress: Progress) -> bool:
         if self.staleness_threshold is None:
             return True
-        capacity = (self.staleness_threshold + progress.versions + 1) * self.trajectories_per_version
+        oldest = progress.oldest_under_way
+        versions = progress.versions if oldest is None else min(progress.versions, oldest)
+        capacity = (self.staleness_threshold + versions + 1) * self.trajectories_per_version
         return progress.trajectories + progress.under_way < capacity

@@ -10,8 +10,11 @@ The rules:
     had those between acknowledged in a life of the learner that is gone, after its last checkpoint: they
     are *rolled back*.
 4.  A checkpoint holds what has been *used*: what had only arrived is rolled back too.
-5.  A trajectory is under way from the leave to begin it until its sender's stage delivers, asks again,
-    or is lost. One that takes far longer than the others no longer holds anybody up.
+5.  A trajectory is under way from the leave to begin it until its sender's stage delivers, asks another
+    question, or is lost. A question that was answered with leave and is repeated, because the answer was
+    lost or late, changes nothing. A trajectory that takes far longer than the others no longer holds
+    anybody up.
+6.  Nobody's books are kept for ever: of senders that are gone only the latest few thousand are known.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ _STRAGGLES_AFTER = 3.0
 _STRAGGLES_LATEST = 5.0
 """… so many seconds, after which one no longer counts as under way."""
 
+_MOST_KNOWN = 10_000
+"""Senders that are remembered, those that are gone included."""
+
 
 @dataclass(slots=True)
 class UnderWay:
@@ -31,6 +37,17 @@ class UnderWay:
 
     since: float
     env_steps: int
+    version: int
+    """Of the weights that were the newest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Afoot:
+    """All trajectories that are under way."""
+
+    count: int = 0
+    env_steps: int = 0
+    oldest_version: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +65,8 @@ class Sender:
     heard: float = 0.0
     under_way: dict[int, UnderWay] = field(default_factory=dict)
     """By pipeline stage."""
+    granted: dict[int, int] = field(default_factory=dict)
+    """By pipeline stage: the last question that was answered with leave."""
 
     @property
     def key(self) -> str:
@@ -62,7 +81,7 @@ class Ledger:
         self.received = 0
         """Trajectories that have arrived, each counted once."""
         self.env_steps = 0
-        """Their env steps, as their senders say."""
+        """Their env steps: as their senders say, until they are read."""
         self.duplicates = 0
         self.rolled_back = 0
         self.senders: dict[bytes, Sender] = {}
@@ -99,6 +118,7 @@ class Ledger:
             sender = Sender(name, incarnation, peer)
             sender.received = sender.used = sender.acknowledged = self._marks.get(sender.key, 0)
             self._known[sender.key] = sender
+            self._forget_the_oldest()
         if sender.peer != peer:
             self.senders.pop(sender.peer, None)
             sender.peer = peer
@@ -127,9 +147,28 @@ class Ledger:
         self.env_steps += env_steps
         return True
 
-    def begun(self, sender: Sender, stage: int, env_steps: int, now: float) -> None:
-        """A stage was allowed to begin a trajectory."""
-        sender.under_way[stage] = UnderWay(now, env_steps)
+    def corrected(self, said: int, found: int) -> None:
+        """A trajectory has been read: its env steps, as its sender said and as they are."""
+        self.env_steps += found - said
+
+    def asked(self, sender: Sender, stage: int, question: int, now: float) -> bool:
+        """A stage asks whether it may begin a trajectory.
+
+        Returns:
+            Whether the question is new; if not, its answer was lost or is late.
+        """
+        sender.heard = now
+        if sender.granted.get(stage) == question:
+            return False
+        sender.under_way.pop(stage, None)  # it would not ask if one were under way
+        return True
+
+    def begun(
+        self, sender: Sender, stage: int, question: int, env_steps: int, version: int, now: float
+    ) -> None:
+        """A stage was allowed to begin a trajectory, while `version` was the newest one."""
+        sender.under_way[stage] = UnderWay(now, env_steps, version)
+        sender.granted[stage] = question
 
     def lost(self, peer: bytes) -> None:
         """A sender is gone, or has been replaced: nothing of it is under way."""
@@ -139,22 +178,31 @@ class Ledger:
             if self._newest.get(sender.name) is sender:
                 del self._newest[sender.name]
 
-    def under_way(self, now: float) -> tuple[int, int]:
-        """Trajectories that are under way, and their env steps; without stragglers."""
+    def under_way(self, now: float) -> Afoot:
+        """What is under way, without stragglers."""
         limit = _STRAGGLES_AFTER * max(self._durations, default=20.0) + _STRAGGLES_LATEST
-        count = steps = 0
-        for sender in self.senders.values():
-            for begun in sender.under_way.values():
-                if now < begun.since + limit:
-                    count += 1
-                    steps += begun.env_steps
-        return count, steps
+        afoot = [
+            begun
+            for sender in self.senders.values()
+            for begun in sender.under_way.values()
+            if now < begun.since + limit
+        ]
+        oldest = min((begun.version for begun in afoot), default=None)
+        return Afoot(len(afoot), sum(begun.env_steps for begun in afoot), oldest)
+
+    def _forget_the_oldest(self) -> None:
+        if len(self._known) > _MOST_KNOWN:
+            gone = [s for s in self._known.values() if self.senders.get(s.peer) is not s]
+            for sender in sorted(gone, key=lambda sender: sender.heard)[: len(gone) // 2]:
+                self._marks.pop(sender.key, None)
+                del self._known[sender.key]
 
     # -- What a checkpoint holds
 
     def marks(self) -> dict[str, int]:
-        """The number of the last trajectory that was used, of every sender ever."""
-        return {**self._marks, **{key: sender.used for key, sender in self._known.items()}}
+        """The number of the last trajectory that was used, of every sender that is remembered."""
+        marks = {**self._marks, **{key: sender.used for key, sender in self._known.items()}}
+        return dict(list(marks.items())[-_MOST_KNOWN:])
 
     def restore(self, marks: dict[str, int], received: int, env_steps: int, rolled_back: int) -> None:
         """Go on from a checkpoint, before any sender has introduced itself."""

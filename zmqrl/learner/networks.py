@@ -258,18 +258,12 @@ class QValue(nn.Module):
         return value
 
 
-def box_bounds(spaces: Spaces, rescaled: bool) -> tuple[Tensor, Tensor]:
-    """The bounds of the actions that a policy may choose, `[A]` each, float32.
-
-    Args:
-        spaces: Of the simulator.
-        rescaled: Whether env workers map [-1, 1] to the Box (`env.rescale_actions`).
-    """
-    low, high = torch.tensor(spaces.action.low), torch.tensor(spaces.action.high)
-    return (-torch.ones_like(low), torch.ones_like(high)) if rescaled else (low, high)
+def box_bounds(spaces: Spaces) -> tuple[Tensor, Tensor]:
+    """The bounds of the actions that a policy may choose, `[A]` each, float32."""
+    return torch.tensor(spaces.action.low), torch.tensor(spaces.action.high)
 
 
-def sac_actor(spaces: Spaces, model: ModelConfig, rescaled: bool = False) -> Actor:
+def sac_actor(spaces: Spaces, model: ModelConfig) -> Actor:
     """SAC's policy over a bounded Box.
 
     Raises:
@@ -280,7 +274,7 @@ def sac_actor(spaces: Spaces, model: ModelConfig, rescaled: bool = False) -> Act
             f"sac learns continuous actions in a bounded Box, not {spaces.action.text}; "
             "use algorithm.name ppo, which learns Discrete ones too, or algorithm.factory"
         )
-    low, high = box_bounds(spaces, rescaled)
+    low, high = box_bounds(spaces)
     if not (low.isfinite() & high.isfinite() & (high > low)).all():
         raise ConfigError(
             f"sac needs a Box with finite bounds, low below high, not {spaces.action.text}; "
@@ -292,7 +286,7 @@ def sac_actor(spaces: Spaces, model: ModelConfig, rescaled: bool = False) -> Act
     return Actor(spaces, head, Squashing(low, high))
 
 
-def ppo_actor(spaces: Spaces, model: ModelConfig, rescaled: bool = False) -> Actor:
+def ppo_actor(spaces: Spaces, model: ModelConfig) -> Actor:
     """PPO's policy over a Box or a discrete space.
 
     Raises:
@@ -304,7 +298,7 @@ def ppo_actor(spaces: Spaces, model: ModelConfig, rescaled: bool = False) -> Act
         net = orthogonal(mlp(width, spaces.action.n, model), 0.01)
         return Actor(spaces, Logits(net), categorical)
     if spaces.action.kind == "box":
-        return Actor(spaces, GaussianHead(width, *box_bounds(spaces, rescaled), model), gaussian)
+        return Actor(spaces, GaussianHead(width, *box_bounds(spaces), model), gaussian)
     raise ConfigError(
         f"ppo learns actions in a Box or a Discrete space, not {spaces.action.text}; give networks "
         "that can choose them through algorithm.factory"

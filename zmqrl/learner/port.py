@@ -14,7 +14,7 @@ from zmqrl.spaces import Spaces
 from zmqrl.trajectory import Trajectory
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode
-from zmqrl.transport.header import HEADER_SIZE, unpack
+from zmqrl.transport.header import HEADER_SIZE
 
 
 class Learner:
@@ -27,7 +27,8 @@ class Learner:
                 port.publish(agent.state_dict())
 
     Trajectories are received, acknowledged and kept by a thread of its own, so that nothing waits while
-    the agent is updated. It belongs to the thread that made it.
+    the agent is updated. Env workers are let in with the first `publish` or `receive`: before, a
+    checkpoint can be loaded. It belongs to the thread that made it; another one may close it.
 
     Args:
         endpoint: Where to listen; None for the local default.
@@ -78,23 +79,36 @@ class Learner:
         Raises:
             RunFailed: The thread that receives has failed.
         """
-        with self._shared.lock:
-            if not self._shared.inbox and timeout > 0:
-                self._shared.lock.wait(timeout)
-            self._raise_failure()
-            arrivals = list(self._shared.inbox)
-            self._shared.inbox.clear()
-            self._shared.inbox_bytes = 0
-            for arrival in arrivals:
-                arrival.sender.used = arrival.number
-        if arrivals:
-            self._service.wake()  # there is room for more
-        return [t for arrival in arrivals if (t := self._read(arrival)) is not None]
+        return [t for arrival in self._take(timeout) if (t := self._read(arrival)) is not None]
 
     def __iter__(self) -> Iterator[Trajectory]:
-        """Every trajectory, as it arrives; ends when the port is closed."""
+        """Every trajectory, as it arrives; ends when the port is closed.
+
+        Raises:
+            RunFailed: The thread that receives has failed.
+        """
+        # One at a time: what is taken counts as used, in a checkpoint that the loop may write.
         while not self._closed:
-            yield from self.receive(0.25)
+            for arrival in self._take(0.25, most=1):
+                trajectory = self._read(arrival)
+                if trajectory is not None:
+                    yield trajectory
+
+    def _take(self, timeout: float, most: int | None = None) -> list[Arrival]:
+        self._open()
+        shared = self._shared
+        with shared.lock:
+            shared.lock.wait_for(lambda: shared.inbox or self._is_at_its_end(), max(0.0, timeout))
+            self._raise_failure()
+            count = len(shared.inbox) if most is None else min(most, len(shared.inbox))
+            was_full = shared.is_full()
+            arrivals = [shared.inbox.popleft() for _ in range(count)]
+            for arrival in arrivals:
+                arrival.sender.used = arrival.number
+                shared.inbox_bytes -= arrival.size
+        if was_full:
+            self._service.wake()  # there is room for more
+        return arrivals
 
     def drop(self, trajectory: Trajectory) -> None:
         """Count a trajectory that the learner cannot use."""
@@ -107,11 +121,11 @@ class Learner:
         Args:
             timeout: Seconds to wait.
         """
-        with self._shared.lock:
-            if self._shared.spaces is None:
-                self._shared.lock.wait(timeout)
+        shared = self._shared
+        with shared.lock:
+            shared.lock.wait_for(lambda: shared.spaces is not None or self._is_at_its_end(), timeout)
             self._raise_failure()
-            return self._shared.spaces
+            return shared.spaces
 
     # -- Weights
 
@@ -120,22 +134,28 @@ class Learner:
 
         Args:
             weights: Arrays or tensors by name, such as a `state_dict`; they are copied.
-            version: Their number; None for the next one.
+            version: Their number, larger than the one before; None for the next one.
 
         Returns:
             The number.
 
         Raises:
             EncodeError: Something in them is no array.
+            ValueError: Nobody would fetch a version of this number.
         """
         number = self.version + 1 if version is None else version
+        newest = self._shared.newest
+        if number <= (0 if newest is None else newest.version):
+            raise ValueError(f"version {number} does not come after version {self.version}")
         notes: dict[str, Any] = {"epoch": self.epoch}
         if self._with_spaces and self._shared.spaces is not None:
             notes["spaces"] = self._shared.spaces.fields()
         snapshot = Snapshot.of(number, weights, notes)
         with self._shared.lock:
+            # The first one of a life only repeats what the life before had published.
+            self._shared.versions += newest is not None
             self._shared.newest = snapshot
-            self._shared.versions = number - 1
+        self._open()
         self.version = number
         self._service.wake()
         return number
@@ -153,7 +173,8 @@ class Learner:
             The number of the evaluation.
         """
         with self._shared.lock:
-            assert self._shared.newest is not None
+            if self._shared.newest is None:
+                raise ValueError("there is nothing to evaluate: publish weights first")
             number = 1 if self._shared.order is None else self._shared.order.number + 1
             self._shared.pinned = self._shared.newest
             self._shared.order = Order(number, self.version, env_steps, step)
@@ -203,27 +224,36 @@ class Learner:
             ledger, waiting = self._shared.ledger, self._shared.inbox
             return {
                 "version": self.version,
+                "versions": self._shared.versions,
                 "marks": ledger.marks(),
                 "received": ledger.received - len(waiting),
-                "env_steps": ledger.env_steps - sum(_env_steps(arrival) for arrival in waiting),
+                "env_steps": ledger.env_steps - sum(arrival.env_steps for arrival in waiting),
                 "rolled_back": ledger.rolled_back,
                 "dropped": self._shared.dropped,
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; before the first `receive`."""
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: There has been a `publish` or `receive`: env workers have been let in.
+        """
         with self._shared.lock:
+            if self._shared.is_open:
+                raise ValueError("load the state of a port before its first publish() or receive()")
             ledger = self._shared.ledger
             ledger.restore(state["marks"], state["received"], state["env_steps"], state["rolled_back"])
-            self._shared.dropped = state["dropped"]
+            self._shared.dropped, self._shared.versions = state["dropped"], state["versions"]
         self.version = state["version"]
 
     # -- The end
 
     def close(self) -> None:
         """Stop receiving; what was acknowledged but not used is lost to this learner."""
-        if not self._closed:
-            self._closed = True
+        with self._shared.lock:
+            already, self._closed = self._closed, True
+            self._shared.lock.notify_all()
+        if not already:
             self._service.close()
 
     def __enter__(self) -> Learner:
@@ -232,21 +262,34 @@ class Learner:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _open(self) -> None:
+        """Open the books: env workers are let in, and no checkpoint can be loaded any more."""
+        if not self._shared.is_open:
+            with self._shared.lock:
+                self._shared.is_open = True
+            self._service.wake()
+
+    def _is_at_its_end(self) -> bool:
+        return self._closed or self._shared.failure is not None
+
     def _read(self, arrival: Arrival) -> Trajectory | None:
+        first, *buffers = arrival.frames
         try:
-            first, *buffers = arrival.frames
-            return Trajectory.of_tree(decode(first[HEADER_SIZE:], buffers))
+            trajectory = Trajectory.of_tree(decode(first[HEADER_SIZE:], buffers))
+            if trajectory.env_steps != arrival.env_steps:
+                raise DecodeError(
+                    f"it has {trajectory.env_steps} env steps, its header says {arrival.env_steps}"
+                )
+            return trajectory
         except DecodeError as error:
             with self._shared.lock:
                 self._shared.dropped += 1
+                self._shared.ledger.corrected(arrival.env_steps, 0)
             self.invalid += 1
             self.last_invalid = f"{arrival.sender.name}: {error}"
             return None
 
     def _raise_failure(self) -> None:
         if self._shared.failure is not None:
-            raise RunFailed("the learner's receiving thread failed") from self._shared.failure
-
-
-def _env_steps(arrival: Arrival) -> int:
-    return unpack(arrival.frames[0]).rows
+            failure = self._shared.failure
+            raise RunFailed(f"the learner's receiving thread failed: {failure!r}") from failure

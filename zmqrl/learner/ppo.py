@@ -54,7 +54,7 @@ class PPO:
         self._device = learner_device(config.actor.device)
         self._averages = Averages()
         with seeded(self._device, config.actor.seed):
-            actor = ppo_actor(spaces, config.actor.model, config.env.rescale_actions)
+            actor = ppo_actor(spaces, config.actor.model)
             self._critic = orthogonal(mlp(observation_width(spaces), 1, config.actor.model), 1.0)
         self.actor: nn.Module = actor.to(self._device)
         self._critic.to(self._device)

@@ -56,11 +56,11 @@ class SAC:
         self._updates = 0
         self._averages = Averages()
         with seeded(self._device, config.actor.seed):
-            actor = sac_actor(spaces, config.actor.model, config.env.rescale_actions)
+            actor = sac_actor(spaces, config.actor.model)
             critics = _critics(spaces, config)
         self.actor: nn.Module = actor.to(self._device)
         self._reader = TransitionReader(spaces)
-        low, high = box_bounds(spaces, config.env.rescale_actions)
+        low, high = box_bounds(spaces)
         self._middle, self._unit = (low + high) / 2, (high - low) / 2
         self._replay = ReplayBuffer(config.algorithm.replay_buffer, self._device)
         self._loss = _Loss(actor.head, critics, len(low), config).to(self._device)

@@ -7,10 +7,12 @@ which nobody holds for longer than a few lines.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -34,6 +36,15 @@ _MOST_WAITING = 64
 
 _MOST_WAITING_BYTES = 512 << 20
 
+_REFUSED_FROM = 8
+"""Times those bounds, from which on nothing is taken: what the senders keep is sent again later."""
+
+_HEARTBEAT_S = 60.0
+"""Seconds that one array may be on its way here: the sender's sign of life waits behind it."""
+
+_MOST_NAMES = 10_000
+"""Workers of one kind that are known by name, and senders that wait for the learner to be ready."""
+
 
 @dataclass(slots=True)
 class Arrival:
@@ -41,7 +52,11 @@ class Arrival:
 
     sender: Sender
     number: int
+    env_steps: int
+    """As the sender says."""
     frames: list[Any]
+    size: int
+    """Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +87,32 @@ class Shared:
     spaces: Spaces | None = None
     updates: int = 0
     versions: int = 0
+    """Publications after the first one, of all lives of the learner."""
     dropped: int = 0
     """Trajectories that have arrived but are stale or do not fit."""
+    is_open: bool = False
+    """Whether the books are open; before, a checkpoint may still be loaded into them."""
     hungry: bool = True
     failure: BaseException | None = None
 
     def progress(self, now: float) -> Progress:
         """How far both sides are."""
-        count, env_steps = self.ledger.under_way(now)
+        afoot = self.ledger.under_way(now)
         return Progress(
             updates=self.updates,
             env_steps=self.ledger.env_steps,
             trajectories=self.ledger.received - self.dropped,
             versions=self.versions,
-            under_way=count,
-            env_steps_under_way=env_steps,
+            under_way=afoot.count,
+            env_steps_under_way=afoot.env_steps,
+            oldest_under_way=afoot.oldest_version,
             hungry=self.hungry,
         )
+
+    def is_full(self, times: int = 1) -> bool:
+        """Whether so much waits for the learner that senders have to wait."""
+        count, size = len(self.inbox), self.inbox_bytes
+        return count >= times * _MOST_WAITING or size >= times * _MOST_WAITING_BYTES
 
 
 @dataclass(slots=True)
@@ -130,7 +154,14 @@ class Service:
     ) -> None:
         self._lock_file: IO[str] | None = sockets.lock_endpoint(endpoint)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.router(self._context, endpoint, max_message_mb=max_message_mb)
+        try:
+            self._socket = sockets.router(
+                self._context, endpoint, max_message_mb=max_message_mb, heartbeat_s=_HEARTBEAT_S
+            )
+        except Exception:
+            self._free()
+            raise
+        self._max_frame = max_message_mb << 20
         self.endpoint = sockets.bound_endpoint(self._socket)
         self._epoch = epoch
         self._gate = gate
@@ -138,6 +169,9 @@ class Service:
         self._questions: dict[tuple[bytes, int], _Question] = {}
         self._wants: dict[bytes, _Want] = {}
         self._owed: dict[bytes, Sender] = {}
+        self._early: dict[bytes, tuple[Header, list[Any]]] = {}
+        """HELLOs that came before the books were open."""
+        self._refused = 0
         self._probed = time.monotonic()
         self._handlers: dict[int, Callable[[bytes, Header, list[Any]], None]] = {
             Op.HELLO: self._hello,
@@ -147,17 +181,18 @@ class Service:
             Op.EVALUATE: self._evaluate,
             Op.BYE: self._bye,
         }
-        self._wake_in = self._context.socket(zmq.PULL)
-        self._wake_in.bind("inproc://wake")
-        self._wake_out = self._context.socket(zmq.PUSH)
-        self._wake_out.connect("inproc://wake")
+        # Not a ZeroMQ socket: any thread may wake this one, and nobody waits for it.
+        self._wake_in, self._wake_out = socket.socketpair()
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="learner-service", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Let the thread look at once at what has changed; called by the learner's thread only."""
-        self._wake_out.send(b"")
+        """Let the thread look at once at what has changed."""
+        with suppress(OSError):  # it is awake, or has ended
+            self._wake_out.send(b"!")
 
     def close(self) -> None:
         """End the thread, and close the socket."""
@@ -165,6 +200,10 @@ class Service:
         self.wake()
         self._thread.join()
         self._wake_out.close()
+        self._wake_in.close()
+        self._free()
+
+    def _free(self) -> None:
         self._context.term()
         if self._lock_file is not None:
             self._lock_file.close()
@@ -178,9 +217,10 @@ class Service:
             poller.register(self._wake_in, zmq.POLLIN)
             while not self._stopping:
                 events = dict(poller.poll(_POLL_MS))
-                if self._wake_in in events:
-                    self._drain_wake()
+                if self._wake_in.fileno() in events:
+                    self._wake_in.recv(4096)
                 with self._shared.lock:
+                    self._welcome_the_early()
                     self._receive()
                     self._open_gate()
                     self._acknowledge()
@@ -192,14 +232,6 @@ class Service:
                 self._shared.lock.notify_all()
         finally:
             self._socket.close()
-            self._wake_in.close()
-
-    def _drain_wake(self) -> None:
-        try:
-            while True:
-                self._wake_in.recv(sockets.NOBLOCK)
-        except zmq.Again:
-            pass
 
     def _receive(self) -> None:
         for _ in range(100):
@@ -225,7 +257,9 @@ class Service:
                 raise DecodeError(f"{len(frames) - 1} buffers came, the header says {header.frames}")
             handler(peer, header, frames)
         except (DecodeError, ConfigError) as error:
-            log.warning("a message to the learner is refused: %s", error)
+            self._refused += 1
+            if self._refused & (self._refused - 1) == 0:  # the 1st, 2nd, 4th …: nobody floods the log
+                log.warning("a message to the learner is refused (number %d): %s", self._refused, error)
             fields = {"code": "refused", "message": str(error)}
             error_header = Header(Op.ERROR, request_id=request_id_of(frames[0]))
             self._send(peer, [error_header.pack() + encode_meta(fields)])
@@ -251,6 +285,7 @@ class Service:
         self._shared.ledger.lost(peer)
         self._wants.pop(peer, None)
         self._owed.pop(peer, None)
+        self._early.pop(peer, None)
         for key in [key for key in self._questions if key[0] == peer]:
             del self._questions[key]
 
@@ -264,6 +299,11 @@ class Service:
         if type(incarnation) is not int or type(first) is not int or incarnation < 0 or first < 1:
             raise DecodeError("HELLO: incarnation and first must be numbers")
         self._check_spaces(name, Spaces.of_fields(fields.get("spaces")))
+        if not self._shared.is_open:
+            if len(self._early) < _MOST_NAMES:
+                self._early[peer] = header, frames
+                self._send(peer, [Header(Op.PROBE).pack()])  # a word at least: somebody is here
+            return
         ledger = self._shared.ledger
         sender, replaced = ledger.hello(peer, name, incarnation, first, time.monotonic())
         if replaced is not None:
@@ -271,8 +311,20 @@ class Service:
         if sender is None:
             self._refuse(peer, f"a newer process has the name {name!r}")
             return
-        marks = {"acknowledged": sender.acknowledged, "received": sender.received}
-        self._send(peer, [Header(Op.WELCOME).pack() + encode_meta(marks)])
+        marks = {
+            "acknowledged": sender.acknowledged,
+            "received": sender.received,
+            "full": self._shared.is_full(),
+            "max_frame": self._max_frame,
+        }
+        welcome = Header(Op.WELCOME, request_id=header.request_id)
+        self._send(peer, [welcome.pack() + encode_meta(marks)])
+
+    def _welcome_the_early(self) -> None:
+        if self._early and self._shared.is_open:
+            early, self._early = self._early, {}
+            for peer, (header, frames) in early.items():
+                self._hello(peer, header, frames)
 
     def _check_spaces(self, name: str, spaces: Spaces) -> None:
         shared = self._shared
@@ -288,29 +340,35 @@ class Service:
 
     def _sender(self, peer: bytes) -> Sender | None:
         sender = self._shared.ledger.senders.get(peer)
-        if sender is None:
+        if sender is None and peer not in self._early:
             self._send(peer, [Header(Op.UNKNOWN).pack()])
         return sender
 
     def _trajectory(self, peer: bytes, header: Header, frames: list[Any]) -> None:
         sender = self._sender(peer)
         shared = self._shared
-        if sender is None:
+        if sender is None or shared.is_full(_REFUSED_FROM):
             return
         now = time.monotonic()
         if shared.ledger.arrived(sender, header.request_id, header.stage, header.rows, now):
-            shared.inbox.append(Arrival(sender, header.request_id, frames))
-            shared.inbox_bytes += sum(len(frame) for frame in frames)
+            size = sum(len(frame) for frame in frames)
+            shared.inbox.append(Arrival(sender, header.request_id, header.rows, frames, size))
+            shared.inbox_bytes += size
             shared.lock.notify_all()
         self._owed[peer] = sender
 
     def _begin(self, peer: bytes, header: Header, frames: list[Any]) -> None:
         sender = self._sender(peer)
-        if sender is not None:
-            sender.heard = time.monotonic()
-            sender.under_way.pop(header.stage, None)  # it would not ask if one were under way
+        if sender is None:
+            return
+        if self._shared.ledger.asked(sender, header.stage, header.request_id, time.monotonic()):
             question = _Question(peer, header.stage, header.request_id, header.rows)
             self._questions[peer, header.stage] = question
+        else:
+            self._go(peer, header.stage, header.request_id)
+
+    def _go(self, peer: bytes, stage: int, request_id: int) -> None:
+        self._send(peer, [Header(Op.GO, request_id=request_id, stage=stage).pack()])
 
     def _bye(self, peer: bytes, header: Header, frames: list[Any]) -> None:
         self._forget(peer)
@@ -318,20 +376,19 @@ class Service:
     def _open_gate(self) -> None:
         """Answer the questions that can be answered with yes, in the order in which they came."""
         now = time.monotonic()
-        ledger = self._shared.ledger
+        shared, ledger = self._shared, self._shared.ledger
         for key, question in list(self._questions.items()):
-            if not self._gate.may_begin(self._shared.progress(now), question.env_steps):
+            if not self._gate.may_begin(shared.progress(now), question.env_steps):
                 return
             del self._questions[key]
             sender = ledger.senders.get(question.peer)
             if sender is not None:
-                ledger.begun(sender, question.stage, question.env_steps, now)
-                go = Header(Op.GO, request_id=question.request_id, stage=question.stage)
-                self._send(question.peer, [go.pack()])
+                stage, request_id = question.stage, question.request_id
+                ledger.begun(sender, stage, request_id, question.env_steps, shared.versions, now)
+                self._go(question.peer, stage, request_id)
 
     def _acknowledge(self) -> None:
-        shared = self._shared
-        if len(shared.inbox) >= _MOST_WAITING or shared.inbox_bytes >= _MOST_WAITING_BYTES:
+        if self._shared.is_full():
             return
         for peer, sender in self._owed.items():
             sender.acknowledged = sender.received
@@ -358,10 +415,13 @@ class Service:
         numbers = {key: fields.get(key, 0) for key in ("version", "pinned", "loaded", "failed")}
         if any(type(number) is not int for number in numbers.values()):
             raise DecodeError("WANT: version, pinned, loaded and failed are numbers")
+        if known is None and len(self._wants) >= _MOST_NAMES:
+            return  # it asks again; those that are gone are forgotten with the next version
         version, pinned = (numbers["version"], numbers["pinned"]) if here else (-1, -1)
         self._wants[peer] = _Want(header.request_id, version, pinned)
-        if len(self._shared.workers) < 10_000:
-            self._shared.workers[str(fields.get("name"))[:200]] = numbers
+        name = str(fields.get("name"))[:200]
+        if name in self._shared.workers or len(self._shared.workers) < _MOST_NAMES:
+            self._shared.workers[name] = numbers
 
     def _hand_out_weights(self) -> None:
         newest, pinned = self._shared.newest, self._shared.pinned
@@ -376,15 +436,19 @@ class Service:
     # -- Eval workers
 
     def _evaluate(self, peer: bytes, header: Header, frames: list[Any]) -> None:
-        name = str(decode_meta(frames[0][HEADER_SIZE:]).get("name"))[:200]
-        shared, done = self._shared, header.request_id
+        fields = decode_meta(frames[0][HEADER_SIZE:])
+        name = str(fields.get("name"))[:200]
+        shared = self._shared
+        # An earlier life of the learner numbered its evaluations from 1, too.
+        done = header.request_id if fields.get("epoch") == self._epoch else 0
         order = shared.order
         if order is not None and done == order.number and shared.finished.get(name) != done:
-            shared.finished[name] = done
+            if len(shared.finished) < _MOST_NAMES:
+                shared.finished[name] = done
             shared.lock.notify_all()
         if order is not None and done < order.number:
             answer = Header(Op.EVALUATE, request_id=order.number, policy_version=order.version)
-            fields = {"env_steps": order.env_steps, "step": order.step}
+            fields = {"env_steps": order.env_steps, "step": order.step, "epoch": self._epoch}
             self._send(peer, [answer.pack() + encode_meta(fields)])
         else:
             self._send(peer, [Header(Op.WELCOME).pack() + encode_meta({})])

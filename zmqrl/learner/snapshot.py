@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zmqrl.errors import EncodeError
 from zmqrl.rollout.download import weights_signature
 from zmqrl.transport.checksum import checksum_of
 from zmqrl.transport.codec import encode, encode_meta
@@ -38,6 +39,9 @@ class Snapshot:
         """
         if not 0 < version < 2**63:
             raise ValueError(f"a version is a number above 0, not {version!r}")
+        for name, value in weights.items():
+            if not hasattr(value, "__array__"):
+                raise EncodeError(f"the weights {name!r} are a {type(value).__name__}, not an array")
         encoded = encode({name: _on_cpu(value) for name, value in weights.items()}, copy=True)
         body = (encoded.meta, *encoded.buffers)
         if len(body) > MAX_FRAMES:

@@ -13,7 +13,7 @@ import torch
 from zmqrl.config import Config
 from zmqrl.errors import CheckpointError, ConfigError, DataError
 from zmqrl.learner import checkpoint
-from zmqrl.learner.algorithm import Algorithm, Update, make_algorithm
+from zmqrl.learner.algorithm import Algorithm, Update, make_actor, make_algorithm
 from zmqrl.learner.gate import Gate, Progress
 from zmqrl.learner.port import Learner
 from zmqrl.process import StopSignal
@@ -374,7 +374,7 @@ def actor_from(path: Path, config: Config) -> tuple[torch.nn.Module, int]:
             "runner.ckpt_path needs algorithm.name or algorithm.factory, which builds the policy; "
             "take the configuration of the run that wrote it"
         )
-    actor = make_algorithm(spaces, config).actor
+    actor = make_actor(spaces, config)
     difference = state_difference(actor.state_dict(), weights)
     if difference:
         raise CheckpointError(f"the checkpoint {found} does not fit the configured policy: {difference}")

@@ -88,14 +88,14 @@ def _own(config: Config) -> Policy:
 
 def _actor(config: Config, weights: Weights) -> Policy:
     """The actor of the algorithm, for the spaces that the learner tells."""
-    from zmqrl.learner.algorithm import make_algorithm
+    from zmqrl.learner.algorithm import make_actor
 
     if weights.spaces is None:
         raise StartupFailed(
             "the learner does not tell the spaces of its simulators, so the policy cannot be built; "
             "set rollout.policy"
         )
-    return TensorPolicy(make_algorithm(weights.spaces, config).actor, config.rollout.device)
+    return TensorPolicy(make_actor(weights.spaces, config), config.rollout.device)
 
 
 def _from_checkpoint(config: Config, path: Path) -> PolicyVersions:
