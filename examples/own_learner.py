@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributions import Categorical
 
-from zmqrl.learner import Learner
+from zmqrl.learner import Gate, Learner
 
 GAMMA, LAMBDA, CLIP, EPOCHS, MINIBATCH = 0.98, 0.8, 0.2, 8, 128
 
@@ -66,7 +66,7 @@ def main(endpoint="tcp://127.0.0.1:5759", updates=200):
     torch.manual_seed(0)
     agent = Agent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-3)
-    with Learner(endpoint) as port:
+    with Learner(endpoint, gate=Gate(staleness_threshold=1)) as port:
         port.publish(agent.state_dict())
         episodes = steps = 0
         for number, trajectory in enumerate(port, 1):

@@ -172,16 +172,15 @@ class PolicyClient:
         self._closed = False
         self._owner: Optional[int] = None  # the thread that is in a call
         self._recording: Optional[Recording] = None
-        self._latest: Optional[Pending] = None  # what `record` is about
+        self._latest: Dict[int, Pending] = {}  # by pipeline stage: what `record` is about
+        self._record_to: Optional[Dict[str, Any]] = None
         if learner is not None:
-            self._recording = Recording(
-                learner,
-                self.name,
-                self._incarnation,
-                steps=trajectory_steps,
-                action_space=_action_space_of(envs) if envs is not None else action_space,
-                autoreset=_autoreset_of(envs),
-            )
+            self._record_to = {
+                "endpoint": learner,
+                "steps": trajectory_steps,
+                "action_space": _action_space_of(envs) if envs is not None else action_space,
+                "autoreset": _autoreset_of(envs),
+            }
         self._open()
 
     # -- What a user calls
@@ -211,12 +210,7 @@ class PolicyClient:
             PolicyError: The policy failed on this observation; has the remote traceback.
             ClientError: Another of its kinds, see `zmqrl.errors`.
         """
-        pending = self.submit(observation, mode, timeout, copy)
-        try:
-            return pending.result()
-        except BaseException:
-            pending.cancel()  # Ctrl-C: nobody waits for it any more
-            raise
+        return _waited_for(self.submit(observation, mode, timeout, copy))
 
     def infer_one(
         self, observation: Any, mode: Optional[str] = None, timeout: Optional[float] = None
@@ -234,10 +228,9 @@ class PolicyClient:
         Raises:
             ClientError, EncodeError: As `infer`.
         """
-        result = self.infer(_with_axis(observation), mode, timeout)
-        if self._latest is not None:
-            self._latest.single = True
-        return {key: _without_axis(value) for key, value in result.items()}
+        pending = self.submit(_with_axis(observation), mode, timeout)
+        pending.single = True
+        return {key: _without_axis(value) for key, value in _waited_for(pending).items()}
 
     def submit(
         self,
@@ -287,6 +280,9 @@ class PolicyClient:
         with self._exclusive() as connection:
             if self._recording is not None and recorded:
                 self._recording.asked(stage, observation)
+                if self._place and not self._recording.may_begin(stage):
+                    # In normal mode others must not wait at a barrier for what may not be asked.
+                    connection.rest(stage)
                 self._recording.wait_to_begin(stage, deadline)
             header = Header(
                 Op.INFER,
@@ -304,7 +300,7 @@ class PolicyClient:
             connection.start(request)
             pending = Pending(self, connection, request)
             if recorded:
-                self._latest = pending
+                self._latest[stage] = pending
             return pending
 
     def record(
@@ -314,6 +310,7 @@ class PolicyClient:
         truncated: Any,
         final_obs: Any = None,
         valid: Any = None,
+        stage: int = 0,
     ) -> None:
         """Tell the learner what the step with the latest actions gave, for training.
 
@@ -334,21 +331,24 @@ class PolicyClient:
                 returns it as the next observation, so that None will do.
             valid: Truth values; False in rows where the step was a reset and no transition. Known
                 without it if `envs` was given.
+            stage: The pipeline stage, as in `submit`.
 
         Raises:
             ValueError: A shape is wrong, no learner was named, or `infer` did not come first.
             ClientError: The latest actions did not come.
         """
-        if self._recording is None or self._latest is None:
-            raise ValueError("record() needs PolicyClient(learner=…), and infer() before it")
-        pending, self._latest = self._latest, None
-        stage = pending.stage
+        if self._recording is None or stage not in self._latest:
+            raise ValueError(
+                "record() needs PolicyClient(learner=…), and infer() in mode train before each"
+            )
+        pending = self._latest[stage]
         reply = pending.result()
         if pending.single:
             reward, terminated, truncated = ([value] for value in (reward, terminated, truncated))
             final_obs = None if final_obs is None else _with_axis(final_obs)
         self._recording.answered(stage, reply, pending.policy_version)
         self._recording.outcome(stage, reward, terminated, truncated, final_obs, valid)
+        del self._latest[stage]
 
     def rest(self, stage: int = 0) -> None:
         """Say that this pipeline stage asks no more for now.
@@ -416,6 +416,24 @@ class PolicyClient:
             "mode": self.mode,
         }
         self._connection = Connection(self.endpoint, {**introduction, **self._place})
+        if self._record_to is not None:
+            self._latest = {}
+            try:
+                self._recording = Recording(
+                    name=self.name, incarnation=self._incarnation, **self._record_to
+                )
+            except Exception:
+                self._connection.close(ClientClosed("the client was not opened"))
+                raise
+
+
+def _waited_for(pending: Pending) -> Dict[str, Any]:
+    """Its result; it is cancelled if the wait is broken off, by Ctrl-C for instance."""
+    try:
+        return pending.result()
+    except BaseException:
+        pending.cancel()  # nobody waits for it any more
+        raise
 
 
 def _checked_timeout(timeout: float) -> float:

@@ -7,11 +7,9 @@ import socket
 import time
 from typing import Any, Dict, Optional
 
-import numpy as np
-
 from zmqrl.errors import LearnerTimeout, LearnerUnreachable
 from zmqrl.spaces import Spaces
-from zmqrl.trajectory import TrajectoryBuilder, one_per_row
+from zmqrl.trajectory import TrajectoryBuilder
 from zmqrl.uplink import Uplink
 
 AUTORESET_MODES = ("disabled", "next_step", "same_step")
@@ -80,7 +78,7 @@ class Recording:
 
     @property
     def dropped(self) -> int:
-        """Trajectories given up because of numbers that are not finite."""
+        """Trajectories given up, because of numbers that are not finite for instance."""
         return sum(builder.dropped for builder in self._builders.values())
 
     @property
@@ -98,14 +96,20 @@ class Recording:
         Args:
             stage: The pipeline stage.
             observation: A tree of `[N, ...]`.
+
+        Raises:
+            ValueError: They are unlike those before them.
+            EncodeError: The trajectory cannot be sent.
         """
         builder = self._builders.get(stage)
         if builder is None:
-            if not self._builders:
-                self._uplink.introduce(Spaces.of(observation, self._action_space))
             final_is_next = self._autoreset == "next_step"
             builder = TrajectoryBuilder(self._steps, self._name, self._copy, final_is_next)
+            builder.observe(observation)
+            if not self._builders:
+                self._uplink.introduce(Spaces.of(builder.observation, self._action_space))
             self._builders[stage] = builder
+            return
         builder.observe(observation)
         self._send(stage)
 
@@ -117,6 +121,7 @@ class Recording:
         """
         builder = self._builders[stage]
         if not builder.begins or builder.leave:
+            self._uplink.service()
             return True
         if self._uplink.may_begin(stage, builder.rows * self._steps):
             self._uplink.begin(stage)
@@ -167,14 +172,12 @@ class Recording:
         Raises:
             ValueError: A shape is wrong, or a final observation is missing.
         """
-        if valid is None and self._autoreset == "next_step":
-            valid = ~self._resets.get(stage, np.zeros(np.shape(terminated)[0], dtype=bool))
-        handle = self._builders[stage].outcome(reward, terminated, truncated, final_observation, valid)
+        builder = self._builders[stage]
+        if valid is None and stage in self._resets:
+            valid = ~self._resets[stage]
+        handle = builder.outcome(reward, terminated, truncated, final_observation, valid)
         if self._autoreset == "next_step":
-            rows = len(handle[0].valid[-1])
-            done = one_per_row("terminated", terminated, rows, bool)
-            done = done | one_per_row("truncated", truncated, rows, bool)
-            self._resets[stage] = done & handle[0].valid[-1]
+            self._resets[stage] = builder.ended
         return handle
 
     def late_reward(self, stage: int, handle: Any, reward: Any) -> None:
@@ -208,7 +211,7 @@ class Recording:
         if self._uplink.unacknowledged:
             why = f"{self._uplink.unacknowledged} trajectories are not acknowledged yet"
         else:
-            why = "its updates have to catch up first"
+            why = "it is not ready yet, or its updates have to catch up first"
         return LearnerTimeout(
             f"the learner at {self._uplink.endpoint} let no trajectory begin within the timeout: {why}"
         )

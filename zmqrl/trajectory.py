@@ -180,6 +180,13 @@ class TrajectoryBuilder:
         return self._segments[-1].observations[-1]
 
     @property
+    def ended(self) -> np.ndarray:
+        """bool `[N]`: the rows whose episode ended in the step noted last."""
+        segment = self._segments[-1]
+        ended: np.ndarray = segment.terminated[-1] | segment.truncated[-1]
+        return ended
+
+    @property
     def begins(self) -> bool:
         """Whether the next action would be the first of a trajectory."""
         return not self._segments[-1].replies
@@ -369,7 +376,7 @@ def _on_cpu(leaf: Any) -> Any:
     if not hasattr(leaf, "detach"):
         return leaf
     leaf = leaf.detach().cpu()
-    return leaf.float() if "bfloat16" in str(leaf.dtype) else leaf  # numpy has none
+    return (leaf.float() if "bfloat16" in str(leaf.dtype) else leaf).numpy()  # numpy has none
 
 
 def _owned(tree: Any, rows: int, copy: bool) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Set, Tuple
 
 import zmq
 
-from zmqrl.errors import DecodeError, LearnerRefused, VersionMismatch
+from zmqrl.errors import DecodeError, EncodeError, LearnerRefused, VersionMismatch
 from zmqrl.spaces import Spaces
 from zmqrl.trajectory import Trajectory
 from zmqrl.transport import sockets
@@ -22,15 +22,20 @@ _ASK_EVERY = 1.0
 """Seconds after which an unanswered question, or an unacknowledged trajectory, brings another HELLO."""
 
 _REBUILD_AFTER = 5.0
-"""Seconds without a word from the learner, after which the socket is made anew; twice
-as many each time, until one comes: on a slow link words wait behind large messages."""
+"""Seconds without a word from the learner, after which the socket is made anew, and seconds after which
+an unanswered HELLO is repeated; twice as many each time, until an answer comes: on a slow link words
+wait behind large messages."""
+
+_MOST_PATIENCE = 60.0
 
 
 class Uplink:
     """A socket to the learner. It never waits but in `wait` and `close`.
 
     Every trajectory has a number and is kept until the learner has acknowledged it, so that nothing is
-    lost when the learner is restarted, and nothing counts twice.
+    lost when the learner is restarted, and nothing counts twice. While anything is open, HELLO is said
+    again and again; the WELCOME that answers it tells what has arrived, and what was sent before that
+    HELLO but has not arrived is sent again.
 
     Args:
         endpoint: The learner's.
@@ -51,6 +56,10 @@ class Uplink:
         self._asked: Dict[int, Tuple[int, int]] = {}  # by stage: number and env steps of a question
         self._may: Set[int] = set()  # stages that may begin
         self._questions = 0
+        self._hellos = 0
+        self._welcomed = 0  # the last HELLO that was answered
+        self._sent_before_hello = 0  # the number of the last trajectory that was
+        self._max_frame = 0  # bytes that the learner takes in one frame; 0: not told yet
         self._patience = _REBUILD_AFTER
         self._context: zmq.Context[Any] = zmq.Context.instance()
         self._connect()
@@ -69,10 +78,17 @@ class Uplink:
         """Send a trajectory, and keep it until it is acknowledged.
 
         Raises:
-            EncodeError: It holds what cannot be sent.
+            EncodeError: It holds what cannot be sent, or an array that is too large.
         """
         # The builder has put it together in memory of its own.
         encoded = encode(trajectory.tree(), copy=False)
+        largest = max((len(buffer) for buffer in encoded.buffers), default=0)
+        if 0 < self._max_frame < largest:
+            raise EncodeError(
+                f"an array of the trajectory has {largest / 2**20:.1f} MiB; the learner at "
+                f"{self.endpoint} takes {self._max_frame >> 20} MiB (max_message_mb): make "
+                "trajectories of fewer steps"
+            )
         self.sent += 1
         header = Header(
             Op.TRAJECTORY,
@@ -95,14 +111,14 @@ class Uplink:
         Raises:
             LearnerRefused: It wants nothing from this client.
         """
-        self._service()
-        if stage in self._may:
-            return len(self._unacknowledged) < MOST_UNACKNOWLEDGED
-        if stage not in self._asked:
+        self.service()
+        if len(self._unacknowledged) >= MOST_UNACKNOWLEDGED:
+            return False
+        if stage not in self._may and stage not in self._asked:
             self._questions += 1
             self._asked[stage] = (self._questions, env_steps)
             self._ask(stage)
-        return False
+        return stage in self._may
 
     def begin(self, stage: int) -> None:
         """Use the leave that `may_begin` has told of: the next trajectory needs another one."""
@@ -118,7 +134,7 @@ class Uplink:
             LearnerRefused: It wants nothing from this client.
         """
         self._socket.poll(max(0, int(timeout * 1000 + 0.999)))
-        self._service()
+        self.service()
 
     def close(self, timeout: float) -> None:
         """Say goodbye, after everything has been acknowledged.
@@ -126,10 +142,14 @@ class Uplink:
         Args:
             timeout: Seconds to wait for that.
         """
+        if self._socket.closed:
+            return
         until = time.monotonic() + timeout
         try:
             while self._unacknowledged and time.monotonic() < until:
-                self.wait(min(0.1, until - time.monotonic()))
+                self.wait(max(0.0, min(0.1, until - time.monotonic())))
+            if self.sent:
+                self._hello()  # a learner that was restarted meanwhile learns what it has lost
             self._send([Header(Op.BYE).pack()])
         except LearnerRefused:
             pass
@@ -146,8 +166,11 @@ class Uplink:
     def _hello(self) -> None:
         """Introduce this client, with the number of the first trajectory that is still to arrive."""
         self._spoke = time.monotonic()
+        self._hellos += 1
+        self._sent_before_hello = self.sent
         first = next(iter(self._unacknowledged), self.sent + 1)
-        self._send([Header(Op.HELLO).pack() + encode_meta({**self._introduction, "first": first})])
+        hello = Header(Op.HELLO, request_id=self._hellos)
+        self._send([hello.pack() + encode_meta({**self._introduction, "first": first})])
 
     def _ask(self, stage: int) -> None:
         number, env_steps = self._asked[stage]
@@ -171,7 +194,12 @@ class Uplink:
 
     # -- Receiving, and looking after what is silent
 
-    def _service(self) -> None:
+    def service(self) -> None:
+        """Act on what the learner has said, and look after what it has not answered; never waits.
+
+        Raises:
+            LearnerRefused: It wants nothing from this client.
+        """
         while True:
             try:
                 frames = [self._socket.recv(sockets.NOBLOCK)]
@@ -191,19 +219,23 @@ class Uplink:
             self._heard = now
         elif now >= self._heard + self._patience:
             # The connection may be half dead, so make a new one.
-            self._patience *= 2
+            self._be_more_patient()
             self._socket.close(0)
             self._connect()
-            self._send_again()
-        elif now >= max(self._spoke, self._heard) + _ASK_EVERY:
+        elif self._welcomed == self._hellos and now >= self._spoke + _ASK_EVERY:
             self._hello()
+        elif now >= self._spoke + self._patience:
+            self._be_more_patient()
+            self._hello()
+
+    def _be_more_patient(self) -> None:
+        self._patience = min(2 * self._patience, _MOST_PATIENCE)
 
     def _handle(self, first: bytes) -> None:
         header = unpack(first)
         self._heard = time.monotonic()
         self.reached = True
         if header.op == Op.ACK:
-            self._patience = _REBUILD_AFTER
             self._acknowledged(header.request_id)
         elif header.op == Op.GO:
             if self._asked.get(header.stage, (0, 0))[0] == header.request_id:
@@ -213,25 +245,35 @@ class Uplink:
             if "spaces" in self._introduction:
                 self._hello()
         elif header.op == Op.WELCOME:
-            fields = decode_meta(first[HEADER_SIZE:])
-            self._acknowledged(fields.get("acknowledged", 0))
-            self._send_again(fields.get("received", 0))
+            self._welcome(header.request_id, decode_meta(first[HEADER_SIZE:]))
         elif header.op == Op.ERROR:
             message = decode_meta(first[HEADER_SIZE:]).get("message")
             raise LearnerRefused(f"the learner at {self.endpoint} refuses {self._name}: {message}")
+
+    def _welcome(self, hello: int, fields: Dict[str, Any]) -> None:
+        self._patience = _REBUILD_AFTER
+        self._max_frame = _number(fields, "max_frame")
+        self._acknowledged(_number(fields, "acknowledged"))
+        if hello != self._hellos:
+            return  # a later HELLO is on its way, and what was sent meanwhile, too
+        self._welcomed = hello
+        if not fields.get("full"):
+            received = _number(fields, "received")
+            for number, frames in self._unacknowledged.items():
+                if received < number <= self._sent_before_hello:
+                    self._send(frames)
+        for stage in self._asked:
+            self._ask(stage)
 
     def _acknowledged(self, number: int) -> None:
         while self._unacknowledged and next(iter(self._unacknowledged)) <= number:
             self._unacknowledged.popitem(last=False)
 
-    def _send_again(self, received: int = 0) -> None:
-        """Send what is open, but for trajectories up to the number `received`."""
-        for number, frames in self._unacknowledged.items():
-            if number > received:
-                self._send(frames)
-        for stage in self._asked:
-            self._ask(stage)
-
     @property
     def _name(self) -> str:
         return str(self._introduction.get("name"))
+
+
+def _number(fields: Dict[str, Any], key: str) -> int:
+    value = fields.get(key, 0)
+    return value if isinstance(value, int) else 0

@@ -19,7 +19,7 @@ from conftest import Pool, wait_for
 from zmqrl.errors import PolicyError
 from zmqrl.learner.port import Learner
 from zmqrl.transport import sockets
-from zmqrl.transport.header import Header, Op, unpack
+from zmqrl.transport.header import Op, unpack
 
 X = {"x": np.ones((2, 3))}
 
@@ -33,9 +33,7 @@ class Relay:
         change: Given the number of a WEIGHTS message, from 1, and its frames; returns those to send.
     """
 
-    def __init__(
-        self, front: str, back: str, change: Callable[[int, list[bytes]], list[bytes]]
-    ) -> None:
+    def __init__(self, front: str, back: str, change: Callable[[int, list[bytes]], list[bytes]]) -> None:
         self._change = change
         self._stopping = False
         self._context: zmq.Context[Any] = zmq.Context()
@@ -252,7 +250,7 @@ def test_no_request_is_answered_by_weights_that_nobody_has_published(
 ) -> None:
     start_broker(pool, learner)
     pool.start_worker(0, "Biased")
-    wait_for(lambda: any("waiting for weights" in line for line in pool.lines), "the worker to wait")
+    wait_for(lambda: "rollout-0" in learner.rollout_workers(), "the worker to ask for weights")
     request = pool.client().submit(X)
     assert pool.status()["workers"] == []
     publish(learner, 9)
@@ -434,7 +432,7 @@ def test_an_array_that_is_on_its_way_for_longer_than_a_heartbeat_arrives(pool: P
         start(pool, f"tcp://127.0.0.1:{link.port}")
         client = pool.client()
         assert asked(client) == 1
-        seconds = 1.6 * sockets.HEARTBEAT_S
+        seconds = 1.4 * sockets.HEARTBEAT_S
         learner.publish({"bias": np.array(2.0), "more": np.zeros(int(seconds * 2e6), np.uint8)})
         wait_for(lambda: asked(client) == 2, "version 2", 2.5 * seconds)
         assert link.connections == 1
@@ -451,15 +449,16 @@ def test_pinned_requests_are_answered_by_their_version_while_others_get_the_newe
     learner.evaluate(env_steps=0, step=0)
     start(pool, learner, seconds=0.02)
     pinned, free = pool.client(mode="eval"), pool.client()
-    shared = 0
+    seen = []
     for _ in range(30):
         publish(learner)
         both = [pinned.submit(X, version=1), free.submit(X)]
-        for pending, client in zip(both, (pinned, free), strict=True):
-            actions = pending.result()["actions"]
-            assert (actions == pending.policy_version).all()
-            assert (pending.policy_version == 1) is (client is pinned) or learner.version < 3
-        shared += both[0].queue_seconds == both[1].queue_seconds
+        for pending in both:
+            assert (pending.result()["actions"] == pending.policy_version).all()
+        assert both[0].policy_version == 1
+        seen.append(both[1].policy_version)
+    assert seen == sorted(seen)
+    assert seen[-1] > 1
     wait_for_version(free, learner.version)
     assert asked(pinned, version=1) == 1
     assert pool.counters()["batches"] < pool.counters()["answered"], "they shared no batch"
@@ -492,7 +491,9 @@ def test_a_version_that_nobody_has_ends_in_an_error_in_time_and_holds_nobody_up(
         assert asked(other) == 1
         longest = max(longest, time.monotonic() - since)
     assert longest < 0.5
-    with pytest.raises(PolicyError, match="weights of version 99.*not here; rollout-0 serves version 1"):
+    with pytest.raises(
+        PolicyError, match=r"weights of version 99.*not here; rollout-0 serves version 1"
+    ):
         bad.result()
     assert time.monotonic() - begin < 3.0
 
@@ -501,5 +502,5 @@ def test_a_version_that_a_pool_without_a_learner_does_not_have_is_refused_at_onc
     pool.start()
     client = pool.client()
     assert client.submit(X, version=7).result()["rows"].tolist() == [2, 2]
-    with pytest.raises(PolicyError, match="version 8.* cannot be had; this worker serves version 7"):
+    with pytest.raises(PolicyError, match=r"version 8.* cannot be had; this worker serves version 7"):
         client.submit(X, version=8, timeout=20).result()

@@ -202,7 +202,7 @@ def test_where_there_is_no_checkpoint_the_error_says_where_it_looked(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="there is no checkpoint .*/run: expected"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/run: expected"):
         checkpoint.find(tmp_path / "run")
 
 

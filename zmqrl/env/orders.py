@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from zmqrl.errors import DecodeError
+from zmqrl.errors import DecodeError, LearnerRefused, VersionMismatch
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode_meta, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
@@ -26,6 +26,8 @@ class Order:
     """Of the weights that are evaluated."""
     env_steps: int
     """Of training, when it was ordered."""
+    epoch: int
+    """Of the learner that ordered it: the next one numbers its evaluations from 1 again."""
 
 
 class Orders:
@@ -39,7 +41,7 @@ class Orders:
     def __init__(self, endpoint: str, name: str) -> None:
         self._endpoint = endpoint
         self._name = name
-        self._done = 0
+        self._done = self._epoch = 0
         self._asked = float("-inf")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._connect()
@@ -49,6 +51,9 @@ class Orders:
 
         Args:
             timeout: Seconds to wait.
+
+        Raises:
+            LearnerRefused: It speaks another version of the protocol.
         """
         until = time.monotonic() + timeout
         while True:
@@ -68,7 +73,8 @@ class Orders:
 
     def done(self, order: Order) -> None:
         """Say that an evaluation is done."""
-        self._done = order.number
+        self._done, self._epoch = order.number, order.epoch
+        self._heard = time.monotonic()  # nobody has listened meanwhile
         self._ask()
 
     def close(self) -> None:
@@ -84,7 +90,8 @@ class Orders:
         self._asked = time.monotonic()
         try:
             header = Header(Op.EVALUATE, request_id=self._done)
-            self._socket.send(header.pack() + encode_meta({"name": self._name}), sockets.NOBLOCK)
+            fields = {"name": self._name, "epoch": self._epoch}
+            self._socket.send(header.pack() + encode_meta(fields), sockets.NOBLOCK)
         except zmq.Again:
             pass  # it is repeated
 
@@ -93,9 +100,12 @@ class Orders:
         try:
             header = unpack(first)
             fields = decode_meta(first[HEADER_SIZE:])
+        except VersionMismatch as error:
+            raise LearnerRefused(f"{self._endpoint}: {error}") from None
         except DecodeError:
             return None
         self._heard = time.monotonic()
-        if header.op != Op.EVALUATE or header.request_id <= self._done:
+        epoch, env_steps = (int(fields.get(key, 0)) for key in ("epoch", "env_steps"))
+        if header.op != Op.EVALUATE or (epoch == self._epoch and header.request_id <= self._done):
             return None
-        return Order(header.request_id, header.policy_version, int(fields.get("env_steps", 0)))
+        return Order(header.request_id, header.policy_version, env_steps, epoch)

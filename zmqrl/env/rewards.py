@@ -14,6 +14,10 @@ from zmqrl.env.adapters import Step
 from zmqrl.recording import Recording
 from zmqrl.transport.header import REWARD
 
+_MOST_ASKED = 64
+"""Steps whose rewards are on their way. With more, the simulators wait for a model that cannot keep
+pace: the broker takes twice as many requests of one client, then turns those for actions away too."""
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -75,6 +79,9 @@ class RewardRequests:
                 tree, timeout=self._config.timeout_s, copy=False, stage=stage, policy=REWARD
             )
             self._asked.append(_Asked(pending, stage, handle, rows))
+        while len(self._asked) > _MOST_ASKED:
+            self._asked[0].pending.wait()
+            self.collect()
         self.collect()
 
     def collect(self) -> None:

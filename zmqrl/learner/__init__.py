@@ -1,5 +1,6 @@
 """The learner: its port to the pool, its loop, and the built-in algorithms."""
 
+from zmqrl.learner.gate import Gate
 from zmqrl.learner.port import Learner
 
-__all__ = ["Learner"]
+__all__ = ["Gate", "Learner"]

@@ -31,8 +31,8 @@ as many each time, until weights come: on a slow link one version takes long."""
 _MOST_PATIENCE = 600.0
 
 _HEARTBEAT_S = 60.0
-"""Seconds that one array may be on its way: nothing passes it, a heartbeat neither, so with fewer a large
-one would look like a dead link, again and again."""
+"""Seconds that one array may be on its way. No heartbeat passes it, so with fewer a large one would look
+like a dead link, again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,13 @@ class WeightsDownload:
     Args:
         endpoint: The learner's.
         name: The rollout worker's.
+
+    Raises:
+        EndpointError: The endpoint is malformed.
     """
 
     def __init__(self, endpoint: str, name: str) -> None:
+        sockets.check_endpoint(endpoint)
         self.endpoint = endpoint
         self.loaded = 0
         """How often the policy took weights; told to the learner."""
@@ -128,7 +132,7 @@ class WeightsDownload:
                 self._lock.wait(0.25)
             if time.monotonic() >= said + 5.0:
                 said = time.monotonic()
-                log.info("waiting for weights from the learner at %s%s", self.endpoint, self._complaint)
+                log.info("waiting for weights from the learner at %s", self.endpoint)
         return None
 
     def close(self) -> None:
@@ -192,7 +196,7 @@ class WeightsDownload:
         try:
             header = unpack(frames[0].bytes)
             if header.op == Op.ERROR:
-                self._complaint = f", which says: {_message(frames[0].bytes)}"
+                self._show(str(decode_meta(frames[0].bytes[HEADER_SIZE:]).get("message")))
             if header.op != Op.WEIGHTS:
                 return
             weights, pinned = _read(header, frames)
@@ -206,6 +210,12 @@ class WeightsDownload:
             self._patience = _REBUILD_AFTER
             self._keep(weights, pinned)
         self._want()
+
+    def _show(self, complaint: str) -> None:
+        """Log what is said in place of weights; the same words once."""
+        if complaint != self._complaint:
+            self._complaint = complaint
+            log.warning("%s gives no weights, but says: %s", self.endpoint, complaint)
 
     def _keep(self, weights: Weights, pinned: bool) -> None:
         with self._lock:
@@ -227,10 +237,6 @@ class WeightsDownload:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise StartupFailed(f"fetching weights failed: {self._failure}") from self._failure
-
-
-def _message(first: bytes) -> str:
-    return str(decode_meta(first[HEADER_SIZE:]).get("message"))[:500]
 
 
 def weights_signature(version: int, notes: bytes, checksum: int) -> int:

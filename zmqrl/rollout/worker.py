@@ -305,9 +305,7 @@ class RolloutWorker:
                 f"at most {MAX_FRAMES} of {self._max_message >> 20} MiB can be sent"
             )
 
-    def _error(
-        self, entry: Entry, header: Header, code: str, text: str, **more: int
-    ) -> list[Any]:
+    def _error(self, entry: Entry, header: Header, code: str, text: str, **more: int) -> list[Any]:
         fields = {"code": code, "message": text, **more}
         return [self._reply(entry, header, Op.ERROR).pack() + encode_meta(fields)]
 

@@ -1,0 +1,130 @@
+"""The examples and the demo, as a reader would run them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TESTS, Pool, wait_for
+from runner.training import Training
+
+ROOT = TESTS.parent
+
+
+def lengths(output: str) -> list[int]:
+    """The episode lengths that an example tells."""
+    return [int(number) for number in re.findall(r"episodes last (\d+) steps", output)]
+
+
+@pytest.mark.timeout(180)
+def test_a_loop_of_ones_own_trains(folder: Path) -> None:
+    sockets = {name: f"ipc://{folder}/{name}" for name in ("frontend", "backend", "learner")}
+    run = Training(
+        folder,
+        "--own-loop",
+        f"broker.frontend={sockets['frontend']}",
+        f"broker.backend={sockets['backend']}",
+        f"actor.endpoint={sockets['learner']}",
+        config="local_training.yaml",
+    )
+    example = [sys.executable, ROOT / "examples" / "train_own_loop.py"]
+    done = subprocess.run(
+        [*example, sockets["frontend"], sockets["learner"], "1250"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr + run.text()
+    first, *_, last = lengths(done.stdout)
+    assert last > 3 * first, done.stdout
+    run.wait_for_record("env_steps", 1200 * 32)
+    run.process.terminate()
+    run.wait()
+    assert run.result()["trajectories_received"] == 1250 // 16
+
+
+@pytest.mark.timeout(120)
+def test_a_learner_of_ones_own_learns_from_the_pool(pool: Pool) -> None:
+    learner = f"ipc://{pool.folder}/learner"
+    overrides = [
+        f"--config={ROOT / 'config' / 'own_learner.yaml'}",
+        *pool.overrides,
+        f"actor.endpoint={learner}",
+        f"rollout.policy={ROOT / 'examples' / 'own_learner.py'}:Agent",
+    ]
+    pool.launcher.start("broker", ["start-broker", *overrides])
+    pool.launcher.start("rollout-0", ["start-rollout-worker", *overrides])
+    pool.launcher.start("env-0", ["start-env-worker", *overrides, "--mode=train"])
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "own_learner.py", learner, "120"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr + "\n".join(pool.lines)
+    first, *_, last = lengths(done.stdout)
+    assert last > 2 * first, done.stdout
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_learns_to_reach_and_its_checkpoint_reaches_too(folder: Path) -> None:
+    run = Training(folder, config="fetch_reach_sac_decoupled.yaml")
+    assert run.wait(360) == 0, run.text()
+    result = run.result()
+    assert "2 times in a row" in run.text()
+    for metric in ("eval/success_once", "eval/success_at_end"):
+        assert result[metric] >= 0.95
+    assert result["eval/num_trajectories"] == 100
+    assert result["achieved_updates_per_env_step"] == pytest.approx(0.25, rel=0.15)
+
+    evaluated = folder / "evaluated.json"
+    command = [
+        *(sys.executable, "-m", "zmqrl", "evaluate", f"--json={evaluated}"),
+        f"--config={ROOT / 'config' / 'fetch_reach_sac_decoupled.yaml'}",
+        f"runner.ckpt_path={run.folder}",
+        f"runner.logger={{log_path: {folder}, experiment_name: evaluated}}",
+        "env.eval.rollout_epoch=1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(evaluated.read_text())["eval/success_at_end"] >= 0.9
+
+
+def test_the_checkpoint_of_another_architecture_is_refused_by_name(folder: Path) -> None:
+    small = ["algorithm={name: sac, updates_per_env_step: 0.1}", "env.id=Pendulum-v1"]
+    run = Training(folder, *small, "actor.model.hidden_sizes=[16]", "runner.max_env_steps=300")
+    assert run.wait() == 0, run.text()
+    for key in ("ckpt_path", "resume_dir"):
+        command = "evaluate" if key == "ckpt_path" else "train"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "zmqrl", command, *small, "actor.model.hidden_sizes=[17]"),
+                *(f"runner.{key}={run.folder}", f"runner.logger.log_path={folder}"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        text = done.stdout + done.stderr
+        assert done.returncode == 1, text
+        assert "has shape" in text or "[16" in text, text
+        assert str(run.folder) in text
+
+
+def test_a_film_of_each_evaluation_is_left_in_the_run_folder(folder: Path) -> None:
+    run = Training(
+        folder,
+        "algorithm={name: ppo, update_epoch: 1}",
+        "env.id=CartPole-v1",
+        "env.eval={total_num_envs: 2, save_video: true, max_episode_steps: 30}",
+        "cluster.component_placement={env: 0, eval: 0, rollout: 0}",
+        "runner={val_check_interval: 2, max_steps: 4}",
+    )
+    assert run.wait() == 0, run.text()
+    films = wait_for(lambda: sorted((run.folder / "videos").glob("*.mp4")), "a film")
+    assert all(film.stat().st_size > 1000 for film in films)
+    assert not list((run.folder / "videos").glob(".*"))
