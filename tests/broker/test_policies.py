@@ -113,33 +113,18 @@ def test_the_automatic_cap_counts_the_workers_of_the_policy_and_the_clients_that
     assert [len(worker.batch) for worker in rewards] == [2, 2, 2]
 
 
-def test_the_automatic_cap_of_a_named_policy_forgets_clients_that_leave():
+def test_the_workers_of_a_named_policy_share_what_waits():
+    """A client may have many rewards under way, where it has one request for actions."""
     pool = Pool(queue_size=0)
-    clients = [pool.client(f"c{number}") for number in range(4)]
-    worker = pool.worker("r", policy="reward")
-
-    def sizes():
-        worker.batches.clear()
-        for client in clients:
-            client.ask(policy="reward")
-            client.ask(policy="reward")
-        for _ in range(2 * len(clients)):
-            pool.turn()
-            worker.answer()
-        return [len(batch) for batch in worker.batches]
-
-    assert sizes()[:2] == [4, 4]
-    clients.pop().bye()
-    clients.pop().lose()
-    assert sizes()[:2] == [2, 2]
-    clients.append(pool.client("new"))  # has not asked for it yet
-    assert pool.status["queues"]["reward"] == 0
-    clients[0].ask(policy="reward")
-    clients[0].ask(policy="reward")
-    clients[0].ask(policy="reward")
-    worker.ready()
+    client = pool.client("c")
+    for _ in range(9):
+        client.ask(policy="reward")
+    workers = [pool.worker(f"r{number}", policy="reward") for number in range(2)]
     pool.turn()
-    assert len(worker.batch) == 2
+    assert [len(worker.batch) for worker in workers] == [5, 2]
+    workers[0].answer()
+    pool.turn()
+    assert len(workers[0].batch) == 1
 
 
 def test_a_stuck_worker_does_not_count_for_the_cap_of_its_policy_and_no_other_policys_does():

@@ -112,7 +112,7 @@ class Policies:
 
     def _begin(self, number: int, name: str | None) -> Policy:
         peers = Peers()
-        policy = Policy(number, name, peers, SharedQueue(peers, self._limits))
+        policy = Policy(number, name, peers, SharedQueue(peers, self._limits, several=True))
         self._kept[number] = policy
         return policy
 

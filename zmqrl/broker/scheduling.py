@@ -149,11 +149,18 @@ class SharedQueue:
     """Decoupled mode, and named policies: whoever is idle takes the oldest requests, up to a cap.
 
     The cap is never a requirement: a batch does not wait for a request that has not come.
+
+    Args:
+        peers: Who asks for the policy, and who serves it.
+        limits: Of a batch.
+        several: Whether clients have several requests under way, as those for rewards: then the workers
+            share what waits.
     """
 
-    def __init__(self, peers: Peers, limits: Limits) -> None:
+    def __init__(self, peers: Peers, limits: Limits, several: bool = False) -> None:
         self._peers = peers
         self._limits = limits
+        self._several = several
         self._queue = _Queue()
         self.add = self._queue.add
         self.put_back = self._queue.put_back
@@ -166,7 +173,8 @@ class SharedQueue:
         """The most shards in a batch now."""
         if self._limits.queue_size:
             return self._limits.queue_size
-        return max(1, -(-len(self._peers.clients) // max(1, len(self._peers.live_workers()))))
+        requests = max(len(self._peers.clients), len(self._queue) if self._several else 0)
+        return max(1, -(-requests // max(1, len(self._peers.live_workers()))))
 
     def take(self, worker: Worker, now: float) -> list[Request]:
         """The oldest requests, unless a partial batch is still held open."""

@@ -106,6 +106,11 @@ def _check(config: Config, own_loop: bool) -> None:
             "runner.stop_at ends training by evaluations, but there are none: set "
             "runner.val_check_interval"
         )
+    if config.runner.ckpt_path is not None:
+        raise ConfigError(
+            "runner.ckpt_path names the policy of an evaluation; to go on training from a checkpoint, set "
+            "runner.resume_dir"
+        )
     if config.runner.resume_dir is not None:
         from zmqrl.learner import checkpoint
 
