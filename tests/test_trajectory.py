@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqrl.errors import DecodeError
-from zmqrl.trajectory import Trajectory, TrajectoryBuilder
+from zmqrl.recording.builder import TrajectoryBuilder
+from zmqrl.trajectory import Trajectory
 from zmqrl.transport.codec import decode, encode
 
 pytestmark = pytest.mark.timeout(30)

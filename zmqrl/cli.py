@@ -255,6 +255,9 @@ def _start_env_worker(options: argparse.Namespace) -> int:
     _check_rank(options.rank, loaded.env_workers(options.mode), "env")
     stop = StopSignal().install()
     worker = EnvWorker(loaded, options.mode, options.rank, stop, options.on_demand)
+    threads = _limit_torch_threads(loaded.env.torch_threads)
+    if threads:
+        log.info("%s runs with%s", worker.name, threads.lstrip(","))
     finished = worker.run()
     if loaded.runner.report is None:
         group = "eval" if options.mode == "eval" else "env"

@@ -7,101 +7,16 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional, Tuple
-
-import numpy as np
+from typing import Any, Dict, Iterator, Optional
 
 from zmqrl.connection import Connection, Request
-from zmqrl.errors import ClientClosed, ClientError, ClientInUse, EncodeError
+from zmqrl.errors import ClientClosed, ClientInUse, EncodeError
+from zmqrl.pending import Pending
 from zmqrl.recording import Recording
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import encode
 from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, MAX_FRAMES, Header, Op, policy_id_of
-from zmqrl.transport.tree import is_row_list, rows_of
-
-
-class Pending:
-    """A request in flight; `PolicyClient.submit` returns it."""
-
-    def __init__(self, client: PolicyClient, connection: Connection, request: Request) -> None:
-        self._client = client
-        self._connection = connection
-        self._request = request
-        self.single = False
-        """Whether the observation had no batch axis of its own."""
-
-    @property
-    def stage(self) -> int:
-        """The pipeline stage that it was submitted for."""
-        return self._request.header.stage
-
-    @property
-    def sizes(self) -> Tuple[int, int]:
-        """Bytes of the request and of its reply, without headers; the latter 0 before the reply."""
-        return self._request.size, self._request.reply_size
-
-    @property
-    def policy_version(self) -> Optional[int]:
-        """The version of the weights that made the reply; None before the reply."""
-        return self._request.policy_version
-
-    @property
-    def queue_seconds(self) -> Optional[float]:
-        """Seconds that the request waited in the broker's queue; None before the reply."""
-        return self._request.queue_seconds
-
-    @property
-    def predict_seconds(self) -> Optional[float]:
-        """Seconds that the policy took for the batch it was in; None before the reply."""
-        return self._request.predict_seconds
-
-    def done(self) -> bool:
-        """Whether the result, or an error, is here; reads what has arrived, without waiting."""
-        return self.wait(0.0)
-
-    def wait(self, timeout: Optional[float] = None) -> bool:
-        """Wait until the request has ended.
-
-        Args:
-            timeout: Seconds; None waits until the request's own deadline.
-
-        Returns:
-            Whether it has ended, be it in a result or an error.
-        """
-        if not self._request.done:
-            until = float("inf") if timeout is None else time.monotonic() + timeout
-            with self._client._exclusive() as connection:
-                if self._is_on(connection):
-                    connection.wait(self._request, until)
-        return self._request.done
-
-    def result(self) -> Dict[str, Any]:
-        """Wait for the reply.
-
-        Returns:
-            The policy's output, arrays of shape [N, ...]; the actions under `actions`.
-
-        Raises:
-            ClientError: One of its named kinds, at the latest at the request's deadline.
-        """
-        self.wait()
-        if self._request.error is not None:
-            raise self._request.error
-        result: Dict[str, Any] = self._request.result
-        return result
-
-    def cancel(self) -> None:
-        """Give the request up; the broker is told, so that no worker runs it in vain."""
-        if not self._request.done:
-            with self._client._exclusive() as connection:
-                if self._is_on(connection):
-                    connection.cancel(self._request)
-
-    def _is_on(self, connection: Connection) -> bool:
-        """Whether the request is this process's own; one made before a fork is the parent's."""
-        if connection is not self._connection:
-            self._request.end(error=ClientError("the request belongs to the parent process"))
-        return not self._request.done
+from zmqrl.transport.tree import rows_of, with_axis, without_axis
 
 
 class PolicyClient:
@@ -228,9 +143,9 @@ class PolicyClient:
         Raises:
             ClientError, EncodeError: As `infer`.
         """
-        pending = self.submit(_with_axis(observation), mode, timeout)
+        pending = self.submit(with_axis(observation), mode, timeout)
         pending.single = True
-        return {key: _without_axis(value) for key, value in _waited_for(pending).items()}
+        return {key: without_axis(value) for key, value in _waited_for(pending).items()}
 
     def submit(
         self,
@@ -345,7 +260,7 @@ class PolicyClient:
         reply = pending.result()
         if pending.single:
             reward, terminated, truncated = ([value] for value in (reward, terminated, truncated))
-            final_obs = None if final_obs is None else _with_axis(final_obs)
+            final_obs = None if final_obs is None else with_axis(final_obs)
         self._recording.answered(stage, reply, pending.policy_version)
         self._recording.outcome(stage, reward, terminated, truncated, final_obs, valid)
         del self._latest[stage]
@@ -459,25 +374,3 @@ def _autoreset_of(envs: Any) -> str:
         return "disabled"
     mode = getattr(envs, "metadata", {}).get("autoreset_mode")
     return "next_step" if mode is None else str(getattr(mode, "name", mode)).lower()
-
-
-def _with_axis(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _with_axis(child) for key, child in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_with_axis(child) for child in tree]
-    if isinstance(tree, (str, bytes, bytearray)) or tree is None:
-        return [tree]
-    if hasattr(tree, "unsqueeze"):
-        return tree.unsqueeze(0)
-    return np.asarray(tree)[None]
-
-
-def _without_axis(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _without_axis(child) for key, child in tree.items()}
-    if isinstance(tree, list):
-        return tree[0] if tree and is_row_list(tree) else [_without_axis(child) for child in tree]
-    if isinstance(tree, np.ndarray) and tree.ndim:
-        return tree[0]
-    return tree

@@ -61,7 +61,8 @@ class Request:
         self.meta = meta
         self.buffers = buffers
         self.deadline = deadline
-        self.size = len(meta) + sum(len(buffer) for buffer in buffers)
+        self.size = 0
+        """Bytes of the request, without its header, once it is sent."""
         self.reply_size = 0
         self.look_at = 0.0  # when to do something about it if there is no reply
         self.retry = False  # whether it is to be sent again then
@@ -108,6 +109,7 @@ class Connection:
         """Send a new request."""
         self._resting.discard(request.header.stage)
         self._send(request)
+        request.size = len(request.meta) + sum(len(buffer) for buffer in request.buffers)
         self.requests[request.header.request_id] = request
 
     def wait(self, request: Request, until: float) -> None:

@@ -9,7 +9,8 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from zmqrl.config import EnvConfig, EnvModeConfig
-from zmqrl.env.adapters import ShardEnv, make_shard
+from zmqrl.env.adapters import ShardEnv
+from zmqrl.env.making import make_shard
 from zmqrl.errors import ConfigError, EnvironmentFailure
 
 MODES = ("disabled", "next_step", "same_step")
@@ -523,7 +524,7 @@ def test_nothing_is_printed_and_no_torch_imported():
     code = """
 import sys
 from zmqrl.config import EnvConfig
-from zmqrl.env.adapters import make_shard
+from zmqrl.env.making import make_shard
 config = EnvConfig(id="gymnasium_robotics:FetchReachDense-v4")
 make_shard(config, "train", 1, lambda row: None).close()
 assert "torch" not in sys.modules

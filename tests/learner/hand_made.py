@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from zmqrl.config import load
+from zmqrl.recording.builder import TrajectoryBuilder
 from zmqrl.spaces import ActionSpace, Spaces
-from zmqrl.trajectory import TrajectoryBuilder
 
 BOX = ActionSpace("box", (2,), [-1.0, -0.5], [3.0, 0.5], text="Box([-1, -0.5], [3, 0.5])")
 OPEN_BOX = ActionSpace("box", (2,), [-np.inf] * 2, [np.inf] * 2, text="Box(-inf, inf)")

@@ -20,7 +20,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from test_trajectory import Counting
 
-from zmqrl import PolicyClient, uplink
+from zmqrl import PolicyClient
 from zmqrl.env.orders import Orders
 from zmqrl.errors import (
     EncodeError,
@@ -30,12 +30,12 @@ from zmqrl.errors import (
     LearnerUnreachable,
     RunFailed,
 )
-from zmqrl.learner import service
+from zmqrl.learner import service, shared
 from zmqrl.learner.gate import Gate
 from zmqrl.learner.port import Learner
-from zmqrl.recording import Recording
+from zmqrl.recording import Recording, uplink
+from zmqrl.recording.builder import TrajectoryBuilder
 from zmqrl.spaces import Spaces
-from zmqrl.trajectory import TrajectoryBuilder
 from zmqrl.transport.codec import decode_meta, encode, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
 
@@ -225,7 +225,7 @@ def test_every_trajectory_is_acknowledged_before_the_learner_takes_it(learner, e
 def test_a_sender_pauses_at_four_unacknowledged_while_the_learner_does_not_take(
     learner, env, monkeypatch
 ):
-    monkeypatch.setattr(service, "_MOST_WAITING", 8)
+    monkeypatch.setattr(shared, "_MOST_WAITING", 8)
     port = learner()
     sender = env()
     with pytest.raises(LearnerTimeout, match="4 trajectories are not acknowledged"):
@@ -237,7 +237,7 @@ def test_a_sender_pauses_at_four_unacknowledged_while_the_learner_does_not_take(
 
 
 def test_a_learner_that_has_caught_up_gets_everything_once(learner, env, monkeypatch, impatient):
-    monkeypatch.setattr(service, "_MOST_WAITING", 2)
+    monkeypatch.setattr(shared, "_MOST_WAITING", 2)
     monkeypatch.setattr(service, "_REFUSED_FROM", 2)
     port = learner()
     sender = env()
@@ -256,7 +256,7 @@ def test_a_learner_that_has_caught_up_gets_everything_once(learner, env, monkeyp
 def test_what_is_sent_without_end_and_without_asking_does_not_fill_the_memory(
     learner, stranger, monkeypatch
 ):
-    monkeypatch.setattr(service, "_MOST_WAITING", 4)
+    monkeypatch.setattr(shared, "_MOST_WAITING", 4)
     port = learner()
     greedy = stranger()
     greedy.hello()
@@ -322,14 +322,14 @@ def test_a_restarted_learner_without_a_checkpoint_counts_what_is_gone(learner, e
 
 
 def test_what_was_not_acknowledged_is_sent_again_to_the_next_learner(learner, env, monkeypatch):
-    monkeypatch.setattr(service, "_MOST_WAITING", 2)
+    monkeypatch.setattr(shared, "_MOST_WAITING", 2)
     port = learner()
     sender = env()
     with pytest.raises(LearnerTimeout):
         sender.play(20, timeout=0.3)
     state = port.state_dict()
     port.close()
-    monkeypatch.setattr(service, "_MOST_WAITING", 64)
+    monkeypatch.setattr(shared, "_MOST_WAITING", 64)
     port = learner(publish=False)
     port.load_state_dict(state)
     port.publish({})

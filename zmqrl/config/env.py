@@ -108,6 +108,7 @@ class EnvConfig(Section):
     pipeline_stages: int = Field(1, ge=1, le=8, description="groups of envs that are stepped in turn")
     rescale_actions: bool = Field(False, description="map actions from [-1, 1] to the Box")
     success_key: str | None = Field(None, description="null: success, then is_success")
+    torch_threads: int = Field(1, ge=1, description="of each env worker, if its simulator uses torch")
     max_restarts: int = Field(3, ge=0, description="of an env worker whose simulator failed")
     request_timeout_s: PositiveSeconds = Field(300.0, description="for actions to come")
     delay_sampler: DelayConfig = DelayConfig()

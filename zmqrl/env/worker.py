@@ -11,9 +11,10 @@ import numpy as np
 
 from zmqrl.client import PolicyClient
 from zmqrl.config import Config, Mode
-from zmqrl.env.adapters import SeedOf, Step, make_shard
+from zmqrl.env.adapters import SeedOf, Step
 from zmqrl.env.delays import DelaySampler
 from zmqrl.env.links import LinkEmulation
+from zmqrl.env.making import make_shard
 from zmqrl.env.orders import Order, Orders
 from zmqrl.env.rewards import RewardRequests
 from zmqrl.env.stage import Stage
@@ -21,8 +22,8 @@ from zmqrl.errors import EnvironmentFailure
 from zmqrl.process import StopSignal
 from zmqrl.recording import Recording
 from zmqrl.telemetry.report import Report, Reporter
-from zmqrl.trajectory import not_finite
 from zmqrl.transport import sockets
+from zmqrl.transport.rows import not_finite
 
 log = logging.getLogger(__name__)
 
@@ -359,6 +360,7 @@ class EnvWorker:
             steps=config.env.train.max_steps_per_rollout_epoch,
             action_space=self._stages[0].shard.policy_action_space,
             copy=False,  # a shard makes new arrays at each step
+            late=self._links.trajectory_seconds if config.cluster.net_emulation.enabled else None,
         )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from zmqrl.errors import DecodeError, RunFailed
 from zmqrl.learner.gate import Gate
-from zmqrl.learner.service import Arrival, Order, Service, Shared
+from zmqrl.learner.service import Service
+from zmqrl.learner.shared import Arrival, Order, Shared
 from zmqrl.learner.snapshot import Snapshot
 from zmqrl.spaces import Spaces
 from zmqrl.trajectory import Trajectory
@@ -214,7 +215,7 @@ class Learner:
             }
 
     def rollout_workers(self) -> dict[str, dict[str, int]]:
-        """By rollout worker: `version` served, and how often it has `loaded`, or `failed` to."""
+        """By rollout worker: the version that it is `serving`, how often it `loaded` or `failed` to."""
         with self._shared.lock:
             return {name: dict(numbers) for name, numbers in self._shared.workers.items()}
 

@@ -10,18 +10,17 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 import zmq
 
 from zmqrl.errors import ConfigError, DecodeError
-from zmqrl.learner.gate import Gate, Progress
-from zmqrl.learner.ledger import Ledger, Sender
-from zmqrl.learner.snapshot import Snapshot
+from zmqrl.learner.gate import Gate
+from zmqrl.learner.ledger import Sender
+from zmqrl.learner.shared import Arrival, Shared
 from zmqrl.spaces import Spaces
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import MAX_META, decode_meta, encode_meta
@@ -31,88 +30,18 @@ log = logging.getLogger(__name__)
 
 _POLL_MS = 50
 _PROBE_EVERY = 1.0
-_MOST_WAITING = 64
-"""Trajectories that wait for the learner; those beyond are not acknowledged until it has caught up."""
-
-_MOST_WAITING_BYTES = 512 << 20
 
 _REFUSED_FROM = 8
-"""Times those bounds, from which on nothing is taken: what the senders keep is sent again later."""
+"""Times the inbox's bounds, from which on nothing is taken: what senders keep is sent again later."""
+
+_NUMBERS = ("version", "pinned", "serving", "loaded", "failed")
+"""What a rollout worker tells of itself."""
 
 _HEARTBEAT_S = 60.0
 """Seconds that one array may be on its way here: the sender's sign of life waits behind it."""
 
 _MOST_NAMES = 10_000
 """Workers of one kind that are known by name, and senders that wait for the learner to be ready."""
-
-
-@dataclass(slots=True)
-class Arrival:
-    """A trajectory that waits for the learner, as it came."""
-
-    sender: Sender
-    number: int
-    env_steps: int
-    """As the sender says."""
-    frames: list[Any]
-    size: int
-    """Bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """An evaluation that the eval workers are to do."""
-
-    number: int
-    version: int
-    env_steps: int
-    step: int
-
-
-@dataclass(slots=True)
-class Shared:
-    """What the service and the learner both touch, under `lock`."""
-
-    lock: threading.Condition = field(default_factory=threading.Condition)
-    ledger: Ledger = field(default_factory=Ledger)
-    inbox: deque[Arrival] = field(default_factory=deque)
-    inbox_bytes: int = 0
-    newest: Snapshot | None = None
-    pinned: Snapshot | None = None
-    order: Order | None = None
-    finished: dict[str, int] = field(default_factory=dict)
-    """By eval worker: the number of the last evaluation that it has done."""
-    workers: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By rollout worker: the version that it serves, how often it loaded weights, how often in vain."""
-    spaces: Spaces | None = None
-    updates: int = 0
-    versions: int = 0
-    """Publications after the first one, of all lives of the learner."""
-    dropped: int = 0
-    """Trajectories that have arrived but are stale or do not fit."""
-    is_open: bool = False
-    """Whether the books are open; before, a checkpoint may still be loaded into them."""
-    hungry: bool = True
-    failure: BaseException | None = None
-
-    def progress(self, now: float) -> Progress:
-        """How far both sides are."""
-        afoot = self.ledger.under_way(now)
-        return Progress(
-            updates=self.updates,
-            env_steps=self.ledger.env_steps,
-            trajectories=self.ledger.received - self.dropped,
-            versions=self.versions,
-            under_way=afoot.count,
-            env_steps_under_way=afoot.env_steps,
-            oldest_under_way=afoot.oldest_version,
-            hungry=self.hungry,
-        )
-
-    def is_full(self, times: int = 1) -> bool:
-        """Whether so much waits for the learner that senders have to wait."""
-        count, size = len(self.inbox), self.inbox_bytes
-        return count >= times * _MOST_WAITING or size >= times * _MOST_WAITING_BYTES
 
 
 @dataclass(slots=True)
@@ -412,9 +341,9 @@ class Service:
         if known is not None and known.request_id == header.request_id and known.answered:
             return  # the answer is on its way
         here = fields.get("epoch") == self._epoch
-        numbers = {key: fields.get(key, 0) for key in ("version", "pinned", "loaded", "failed")}
+        numbers = {key: fields.get(key, 0) for key in _NUMBERS}
         if any(type(number) is not int for number in numbers.values()):
-            raise DecodeError("WANT: version, pinned, loaded and failed are numbers")
+            raise DecodeError(f"WANT: {', '.join(_NUMBERS)} are numbers")
         if known is None and len(self._wants) >= _MOST_NAMES:
             return  # it asks again; those that are gone are forgotten with the next version
         version, pinned = (numbers["version"], numbers["pinned"]) if here else (-1, -1)

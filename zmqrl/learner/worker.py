@@ -291,7 +291,7 @@ class LearnerWorker:
     def _all_metrics(self) -> dict[str, Any]:
         books = self._port.books()
         workers = self._port.rollout_workers().values()
-        versions = [worker["version"] for worker in workers]
+        versions = [worker["serving"] for worker in workers]
         return {
             "env_steps": self._env_steps,
             "learner_updates": self._updates,
@@ -303,7 +303,7 @@ class LearnerWorker:
             "trajectories_rolled_back": books["rolled_back"],
             "trajectories_duplicate": books["duplicates"],
             "trajectories_before": self._before,
-            "rollout/policy_version": min(versions, default=0),
+            "rollout/policy_version": min(versions, default=self._port.version),
             "rollout/weights_loaded": sum(worker["loaded"] for worker in workers),
             "rollout/weights_failed": sum(worker["failed"] for worker in workers),
             "time/actor/update": self._update_s / max(1, self._updates),

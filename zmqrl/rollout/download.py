@@ -68,6 +68,8 @@ class WeightsDownload:
         """How often the policy took weights; told to the learner."""
         self.unfit = 0
         """How often weights did not fit the policy; likewise."""
+        self.serving = 0
+        """The version that the policy has; likewise."""
         self._damaged = 0
         self._name = name
         self._epoch = 0
@@ -183,6 +185,7 @@ class WeightsDownload:
             "epoch": self._epoch,
             "version": 0 if newest is None else newest.version,
             "pinned": 0 if pinned is None else pinned.version,
+            "serving": self.serving,
             "loaded": self.loaded,
             "failed": self.failed,
         }

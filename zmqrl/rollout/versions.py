@@ -59,6 +59,7 @@ class PolicyVersions:
         self._held, self._version = weights, weights.version
         if self._download is not None:
             self._download.loaded += 1
+            self._download.serving = weights.version
 
     def refresh(self) -> None:
         """Load the newest weights, if there are any; weights that do not fit change nothing.
@@ -131,9 +132,7 @@ class PolicyVersions:
         begin = time.perf_counter()
         load = getattr(policy, "load_state_dict", None)
         if not callable(load):
-            raise WeightsError(
-                f"a {type(policy).__name__} has no load_state_dict, so it cannot take any"
-            )
+            raise WeightsError(f"a {type(policy).__name__} has no load_state_dict")
         try:
             load(weights.arrays)
         except Exception as error:

@@ -108,7 +108,7 @@ def _check(config: Config, own_loop: bool) -> None:
         )
     if config.runner.ckpt_path is not None:
         raise ConfigError(
-            "runner.ckpt_path names the policy of an evaluation; to go on training from a checkpoint, set "
+            "runner.ckpt_path names the policy of an evaluation; to go on training, set "
             "runner.resume_dir"
         )
     if config.runner.resume_dir is not None:

@@ -74,3 +74,27 @@ def rows_of(tree: Any) -> int:
 
 def _name(path: str) -> str:
     return repr(path) if path else "the array"
+
+
+def with_axis(tree: Any) -> Any:
+    """A batch of one: the same tree with a first axis of length 1."""
+    if isinstance(tree, dict):
+        return {key: with_axis(child) for key, child in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [with_axis(child) for child in tree]
+    if isinstance(tree, (str, bytes, bytearray)) or tree is None:
+        return [tree]
+    if hasattr(tree, "unsqueeze"):
+        return tree.unsqueeze(0)
+    return np.asarray(tree)[None]
+
+
+def without_axis(tree: Any) -> Any:
+    """The reverse of `with_axis`."""
+    if isinstance(tree, dict):
+        return {key: without_axis(child) for key, child in tree.items()}
+    if isinstance(tree, list):
+        return tree[0] if tree and is_row_list(tree) else [without_axis(child) for child in tree]
+    if isinstance(tree, np.ndarray) and tree.ndim:
+        return tree[0]
+    return tree

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import Any, Dict, Optional
+from collections import deque
+from typing import Any, Callable, Deque, Dict, Optional, Tuple
 
 from zmqrl.errors import LearnerTimeout, LearnerUnreachable
+from zmqrl.recording.builder import TrajectoryBuilder
+from zmqrl.recording.uplink import Uplink
 from zmqrl.spaces import Spaces
-from zmqrl.trajectory import TrajectoryBuilder
-from zmqrl.uplink import Uplink
+from zmqrl.trajectory import Trajectory
 
 AUTORESET_MODES = ("disabled", "next_step", "same_step")
 
@@ -29,6 +31,7 @@ class Recording:
         action_space: A Gymnasium space, of one simulator.
         autoreset: How the simulators begin their next episode: `disabled`, `next_step` or `same_step`.
         copy: Copy observations and replies, because their owner may overwrite them.
+        late: Says by how many seconds a trajectory of so many bytes is to be late: an emulated link.
 
     Raises:
         EndpointError: The endpoint is malformed.
@@ -44,6 +47,7 @@ class Recording:
         action_space: Any,
         autoreset: str = "disabled",
         copy: bool = True,
+        late: Optional[Callable[[int], float]] = None,
     ) -> None:
         if autoreset not in AUTORESET_MODES:
             raise ValueError(f"autoreset must be one of {', '.join(AUTORESET_MODES)}, not {autoreset!r}")
@@ -52,6 +56,8 @@ class Recording:
         self._action_space = action_space
         self._autoreset = autoreset
         self._copy = copy
+        self._late = late
+        self._held: Deque[Tuple[float, int, Trajectory]] = deque()
         self._builders: Dict[int, TrajectoryBuilder] = {}
         self._dropped_before = 0
         self._resets: Dict[int, Any] = {}  # by stage: rows whose next step is a reset
@@ -119,6 +125,7 @@ class Recording:
         Raises:
             LearnerRefused: It wants nothing from this client.
         """
+        self._deliver(time.monotonic())
         builder = self._builders[stage]
         if not builder.begins or builder.leave:
             self._uplink.service()
@@ -143,7 +150,7 @@ class Recording:
         while not self.may_begin(stage):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise self._late()
+                raise self._too_late()
             self._uplink.wait(min(left, 0.25))
 
     def wait(self, seconds: float) -> None:
@@ -195,14 +202,23 @@ class Recording:
         Args:
             timeout: Seconds to wait for acknowledgements.
         """
+        self._deliver(float("inf"))
         self._uplink.close(timeout)
 
     def _send(self, stage: int) -> None:
         for trajectory in self._builders[stage].take():
-            self._uplink.send(stage, trajectory)
             self._dropped_before = self.dropped
+            due = 0.0 if self._late is None else time.monotonic() + self._late(trajectory.size)
+            self._held.append((due, stage, trajectory))
+        self._deliver(time.monotonic())
 
-    def _late(self) -> Exception:
+    def _deliver(self, now: float) -> None:
+        """Hand over what has passed its emulated link."""
+        while self._held and self._held[0][0] <= now:
+            _, stage, trajectory = self._held.popleft()
+            self._uplink.send(stage, trajectory)
+
+    def _too_late(self) -> Exception:
         if not self._uplink.reached:
             return LearnerUnreachable(
                 f"no learner answered at {self._uplink.endpoint} within the timeout; "

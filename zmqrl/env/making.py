@@ -1,0 +1,177 @@
+"""Makes the simulators that a configuration asks for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from zmqrl.config import EnvConfig, EnvModeConfig, Mode
+from zmqrl.env import wrappers
+from zmqrl.env.adapters import AnyVectorEnv, SeedOf, ShardEnv, errors_named
+from zmqrl.env.conversion import has_text
+from zmqrl.env.film import Film
+from zmqrl.errors import ConfigError
+from zmqrl.imports import import_object, make_importable
+
+log = logging.getLogger(__name__)
+
+
+def make_shard(
+    config: EnvConfig, mode: Mode, num_envs: int, seed_of: SeedOf, filmed: bool = False
+) -> ShardEnv:
+    """Make the simulators of one env worker.
+
+    Args:
+        config: The section `env`.
+        mode: Whose limits and seeds apply.
+        num_envs: The number of rows.
+        seed_of: Called with the row each time one of its episodes is about to begin; the seed of that
+            episode, or None to let the simulator go on. Where the vector env resets by itself, only
+            the seeds asked for in `reset` are used.
+        filmed: Make the first row one that can be filmed (`ShardEnv.film`), if it can render.
+
+    Raises:
+        ConfigError: The configuration asks for what this simulator cannot do, or its factory cannot
+            be imported.
+        EnvironmentFailure: The simulator does not exist, or cannot be made.
+    """
+    name = config.id or config.factory
+    if name is None:
+        raise ConfigError("no simulator is configured; give env.id or env.factory")
+    _silence_notice_about_adroit_hand(name)
+    make_importable(Path.cwd())
+    build = _registered if config.id else _from_factory
+    with errors_named(name, "construction", quiet=config.vectorization == "async"):
+        vector_env = _with_film(build, name, config, mode, num_envs) if filmed else None
+        if vector_env is None:
+            vector_env = build(name, config, mode, num_envs)
+    shard = ShardEnv(
+        vector_env,
+        seed_of,
+        name=name,
+        success_key=config.success_key,
+        rescale_actions=config.rescale_actions,
+    )
+    if config.of_mode(mode).use_fixed_reset_state_ids and not shard.seeds_every_episode:
+        shard.close()
+        raise ConfigError(
+            f"env.{mode}.use_fixed_reset_state_ids needs autoreset_mode disabled, but {name} has "
+            f"{shard.autoreset_mode.value}: it chooses the start states by itself"
+        )
+    return shard
+
+
+def _with_film(
+    build: Callable[[str, EnvConfig, Mode, int], AnyVectorEnv],
+    name: str,
+    config: EnvConfig,
+    mode: Mode,
+    num_envs: int,
+) -> AnyVectorEnv | None:
+    """The simulators with render mode `rgb_array`; None if they have none."""
+    kwargs = {"render_mode": "rgb_array", **config.kwargs} if config.id else config.kwargs
+    try:
+        return build(name, config.model_copy(update={"kwargs": kwargs}), mode, num_envs)
+    except Exception as error:
+        log.warning("%s cannot render, so there is no video: %s", name, error)
+        return None
+
+
+def _registered(env_id: str, config: EnvConfig, mode: Mode, num_envs: int) -> AnyVectorEnv:
+    limits = config.of_mode(mode)
+    kwargs = dict(config.kwargs)
+    if limits.max_episode_steps is not None:
+        kwargs["max_episode_steps"] = limits.max_episode_steps
+
+    def build(vector_kwargs: dict[str, Any]) -> AnyVectorEnv:
+        return gymnasium.make_vec(
+            env_id,
+            num_envs=num_envs,
+            vectorization_mode=config.vectorization,
+            vector_kwargs=vector_kwargs,
+            wrappers=_row_wrappers(config, limits),
+            **kwargs,
+        )
+
+    return _vectorise(build, config)
+
+
+def _from_factory(reference: str, config: EnvConfig, mode: Mode, num_envs: int) -> AnyVectorEnv:
+    factory = import_object(reference)
+    limits = config.of_mode(mode)
+    if "num_envs" in inspect.signature(factory).parameters:
+        for key in ("ignore_terminations", "max_episode_steps"):
+            if getattr(limits, key):
+                raise ConfigError(
+                    f"env.{mode}.{key} needs single envs, but {reference} makes a ready VectorEnv; "
+                    "do it in the factory"
+                )
+        ready = factory(num_envs=num_envs, **config.kwargs)
+        if not isinstance(ready, VectorEnv) or ready.num_envs != num_envs:
+            raise ConfigError(
+                f"{reference} returned {ready}, expected a VectorEnv with num_envs={num_envs}"
+            )
+        return ready
+
+    one = functools.partial(_one_env, reference, config, limits)
+    vectorizer = SyncVectorEnv if config.vectorization == "sync" else AsyncVectorEnv
+    return _vectorise(lambda kwargs: vectorizer([one] * num_envs, **kwargs), config)
+
+
+def _one_env(reference: str, config: EnvConfig, limits: EnvModeConfig) -> wrappers.Env:
+    env: wrappers.Env = import_object(reference)(**config.kwargs)
+    if not isinstance(env, gymnasium.Env):
+        raise ConfigError(
+            f"{reference} returned a {type(env).__name__}, expected a gymnasium.Env "
+            "(a factory of a VectorEnv takes num_envs)"
+        )
+    if limits.max_episode_steps is not None:
+        env = gymnasium.wrappers.TimeLimit(env, limits.max_episode_steps)
+    for wrap in _row_wrappers(config, limits):
+        env = wrap(env)
+    return env
+
+
+def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable[[Any], Any]]:
+    chosen: list[Callable[[Any], Any]] = []
+    if limits.save_video and config.vectorization == "sync":
+        chosen.append(_film)
+    if limits.ignore_terminations:
+        chosen.append(wrappers.IgnoreTerminations)
+    if config.autoreset_mode == "same_step":
+        chosen.append(wrappers.KeepFinalObservation)
+    if config.vectorization == "async":
+        chosen.append(wrappers.PortableErrors)
+    return chosen
+
+
+def _film(env: wrappers.Env) -> wrappers.Env:
+    return Film(env) if env.render_mode == "rgb_array" else env
+
+
+def _vectorise(build: Callable[[dict[str, Any]], AnyVectorEnv], config: EnvConfig) -> AnyVectorEnv:
+    kwargs: dict[str, Any] = {"autoreset_mode": AutoresetMode[config.autoreset_mode.upper()]}
+    vector_env = build(kwargs)
+    if config.vectorization == "async" and has_text(vector_env.single_observation_space):
+        # AsyncVectorEnv reads text from its shared memory once, and shows that text for ever.
+        vector_env.close()
+        vector_env = build({**kwargs, "shared_memory": False})
+    return vector_env
+
+
+def _silence_notice_about_adroit_hand(name: str) -> None:
+    """Gymnasium-Robotics prints a notice about one of its simulators whichever one is made."""
+    if "AdroitHand" in name:
+        return
+    try:
+        from farama_notifications import notifications  # type: ignore[import-untyped]
+    except ImportError:
+        return
+    notifications.pop("gymnasium_robotics", None)
