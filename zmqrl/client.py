@@ -213,7 +213,7 @@ class PolicyClient:
             self._next_id += 1
             request = Request(header, encoded.meta, list(encoded.buffers), deadline)
             connection.start(request)
-            pending = Pending(self, connection, request)
+            pending = Pending(self._exclusive, connection, request)
             if recorded:
                 self._latest[stage] = pending
             return pending

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, Optional, Tuple
 
 from zmqrl.connection import Connection, Request
 from zmqrl.errors import ClientError
-
-if TYPE_CHECKING:
-    from zmqrl.client import PolicyClient
 
 
 class Pending:
     """A request in flight; `PolicyClient.submit` returns it."""
 
-    def __init__(self, client: PolicyClient, connection: Connection, request: Request) -> None:
-        self._client = client
+    def __init__(
+        self,
+        exclusive: Callable[[], ContextManager[Connection]],
+        connection: Connection,
+        request: Request,
+    ) -> None:
+        self._exclusive = exclusive  # the client's connection, for one call
         self._connection = connection
         self._request = request
         self.single = False
@@ -62,7 +64,7 @@ class Pending:
         """
         if not self._request.done:
             until = float("inf") if timeout is None else time.monotonic() + timeout
-            with self._client._exclusive() as connection:
+            with self._exclusive() as connection:
                 if self._is_on(connection):
                     connection.wait(self._request, until)
         return self._request.done
@@ -85,7 +87,7 @@ class Pending:
     def cancel(self) -> None:
         """Give the request up; the broker is told, so that no worker runs it in vain."""
         if not self._request.done:
-            with self._client._exclusive() as connection:
+            with self._exclusive() as connection:
                 if self._is_on(connection):
                     connection.cancel(self._request)
 
