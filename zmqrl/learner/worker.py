@@ -303,6 +303,7 @@ class LearnerWorker:
             "trajectories_rolled_back": books["rolled_back"],
             "trajectories_duplicate": books["duplicates"],
             "trajectories_before": self._before,
+            "trajectories_arrived": books["received"] + books["rolled_back"],
             "rollout/policy_version": min(versions, default=self._port.version),
             "rollout/weights_loaded": sum(worker["loaded"] for worker in workers),
             "rollout/weights_failed": sum(worker["failed"] for worker in workers),

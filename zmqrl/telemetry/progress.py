@@ -163,22 +163,23 @@ class TrainingProgress:
             del metrics["env/missing_trajectories"]
         metrics.update(broker_metrics(self._status))
         metrics.update(delay_metrics([EnvView(v.name, 0, v.report) for v in self.envs.values()]))
-        before = learner.pop("trajectories_before", 0)
+        books = {key: learner.pop(f"trajectories_{key}", 0) for key in ("before", "arrived")}
         for key in [key for key in learner if key.endswith("_total")]:
             del learner[key]
         metrics.update(learner)
+        totals = self._totals()
+        # The last report of an env worker that was killed may be missing; what has arrived was sent.
+        metrics["trajectories_sent"] = max(
+            totals.trajectories_sent + books["before"], books["arrived"] + totals.trajectories_dropped
+        )
+        dropped = learner.get("trajectories_dropped", 0)
+        metrics["trajectories_dropped"] = totals.trajectories_dropped + dropped
         if len(self._samples) >= 2 and all(view.report is None for view in self.envs.values()):
             # A loop of the user's own does not report; what the learner counts is all that is known.
             began, _, earlier = self._samples[0]
             steps = learner.get("env_steps", 0) - earlier.get("env_steps", 0)
             metrics["env_steps_per_s"] = steps / (self._samples[-1][0] - began)
             del metrics["bottleneck"]
-        totals = self._totals()
-        if any(view.report is not None for view in self.envs.values()):
-            metrics["trajectories_sent"] = totals.trajectories_sent + before
-        metrics["trajectories_dropped"] = totals.trajectories_dropped + learner.get(
-            "trajectories_dropped", 0
-        )
         metrics.setdefault("env_steps", 0)
         metrics.update(self.latest_evaluation)
         return metrics
