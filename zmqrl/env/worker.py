@@ -164,6 +164,7 @@ class EnvWorker:
         self._tell(now=True)
         if self._recording is not None:
             self._recording.close()
+            self._count_trajectories()
             self._tell(now=True)
         self._client.close()
         if self._orders is not None:
@@ -302,16 +303,20 @@ class EnvWorker:
         Raises:
             EnvironmentFailure: It is broken.
         """
-        assert self._recording is not None
-        totals, recording = self.report.totals, self._recording
-        totals.trajectories_sent = recording.sent + recording.dropped
-        totals.trajectories_dropped = recording.dropped
+        recording = self._count_trajectories()
         if recording.dropped_in_a_row >= _MOST_DROPPED:
             raise EnvironmentFailure(
                 f"{stage.shard.name}: {recording.problem(stage.index)}; the last "
                 f"{recording.dropped_in_a_row} trajectories had to be dropped for such numbers "
-                f"(step {totals.shard_steps})"
+                f"(step {self.report.totals.shard_steps})"
             )
+
+    def _count_trajectories(self) -> Recording:
+        assert self._recording is not None
+        totals, recording = self.report.totals, self._recording
+        totals.trajectories_sent = recording.sent + recording.dropped
+        totals.trajectories_dropped = recording.dropped
+        return recording
 
     # -- What the runner reads
 
