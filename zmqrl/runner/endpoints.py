@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zmqrl.config import Config
+from zmqrl.config import Config, dump
 
 
 @contextmanager
-def local_endpoints(config: Config) -> Iterator[Config]:
+def local_endpoints(config: Config) -> Iterator[tuple[Config, Path]]:
     """The same configuration, with sockets in a folder of this run's own where it names no endpoint.
 
     The folder is open to this user only, and gone at the end.
+
+    Yields:
+        The configuration, and a file with it for the parts to read.
     """
     folder = Path(tempfile.mkdtemp(prefix="zmqrl-"))  # mode 0700
     try:
@@ -34,6 +37,8 @@ def local_endpoints(config: Config) -> Iterator[Config]:
         if config.learns:
             endpoint = config.actor.endpoint or f"ipc://{folder}/learner"
             update["actor"] = config.actor.model_copy(update={"endpoint": endpoint})
-        yield config.model_copy(update=update)
+        complete = config.model_copy(update=update)
+        dump(complete, folder / "config.yaml")
+        yield complete, folder / "config.yaml"
     finally:
         shutil.rmtree(folder, ignore_errors=True)

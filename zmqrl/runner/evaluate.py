@@ -50,14 +50,16 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
         raise ConfigError("env.id is not set: which simulator? (a Gymnasium id, or env.factory)")
     began = time.monotonic()
     folder = Path(config.runner.logger.log_path) / config.runner.logger.experiment_name
+    if config.runner.ckpt_path is not None:
+        folder /= "evaluation"  # beside the files of the training that the configuration is of
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lines = JsonLines(folder / "metrics.jsonl")
     except OSError as error:
         raise ConfigError(f"runner.logger: cannot write to {folder}: {error.strerror}") from None
-    with local_endpoints(config) as config:
-        configuration.dump(config, folder / "config.yaml")
-        run = _Evaluation(config, folder / "config.yaml", console, stop)
+    configuration.dump(config, folder / "config.yaml")
+    with local_endpoints(config) as (complete, file):
+        run = _Evaluation(complete, file, console, stop)
         failure: RunFailed | None = None
         try:
             run.run()

@@ -73,9 +73,9 @@ def train(
     records = curve.read(earlier) if resumed and earlier.exists() else []
     failure: Exception | None = None
     try:
-        with local_endpoints(config) as complete:
-            configuration.dump(complete, folder / "config.yaml")
-            run = Training(complete, folder, console, stop, files, records, own_loop)
+        configuration.dump(config, folder / "config.yaml")
+        with local_endpoints(config) as (complete, file):
+            run = Training(complete, file, folder, console, stop, files, records, own_loop)
             try:
                 run.run()
             except (ConfigError, StartupFailed, RunFailed) as error:
@@ -125,6 +125,7 @@ class Training:
 
     Args:
         config: With all endpoints.
+        config_file: The same, for the parts to read.
         folder: Of the run.
         console: For the live table.
         stop: Ends the run early.
@@ -136,6 +137,7 @@ class Training:
     def __init__(
         self,
         config: Config,
+        config_file: Path,
         folder: Path,
         console: Console,
         stop: StopSignal,
@@ -149,6 +151,7 @@ class Training:
         self.ending = ""
         """Why the run ended, in words."""
         self._config = config
+        self._config_file = config_file
         self._folder = folder
         self._stop = stop
         self._files = files
@@ -216,7 +219,7 @@ class Training:
                 )
 
     def _launch(self, name: str, command: str, *arguments: str) -> None:
-        self._commands[name] = [command, "--config", str(self._folder / "config.yaml"), *arguments]
+        self._commands[name] = [command, "--config", str(self._config_file), *arguments]
         self._start_again(name)
 
     def _start_again(self, name: str) -> None:
