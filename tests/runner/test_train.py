@@ -45,6 +45,8 @@ def test_a_training_runs_to_its_end_and_accounts_for_every_trajectory(
     assert result["trajectories_sent"] > 0
     assert balanced(result), result
     assert result["train/staleness/max"] >= 0
+    if algorithm is SAC:
+        assert 0 < result["train/replay_buffer/total_samples"] <= result["env_steps"]
     assert result["eval/num_trajectories"] == 2
     assert result["eval/policy_version"] == result["policy_version"], "the last weights are evaluated"
     assert result["achieved_updates_per_env_step"] == pytest.approx(

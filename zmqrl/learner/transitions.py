@@ -92,13 +92,10 @@ class TransitionReader:
             leaf = found[path]
             if is_row_list(leaf) or np.asarray(leaf).dtype.kind not in "biuf":
                 raise DataError(f"the {name} {path!r} is not made of numbers")
-            constant = shape == () and np.shape(leaf) == rows[:-1]
-            if np.shape(leaf) != (*rows, *shape) and not constant:
+            if np.shape(leaf) != (*rows, *shape):
                 raise DataError(
                     f"the {name} {path!r} has shape {list(np.shape(leaf))}, not {[*rows, *shape]}"
                 )
-            if constant:
-                found[path] = np.broadcast_to(np.asarray(leaf)[..., None], rows)
         return found
 
     def _action(self, actions: Any, rows: tuple[int, ...]) -> Tensor:

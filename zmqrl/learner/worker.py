@@ -149,6 +149,7 @@ class LearnerWorker:
         if not update.ends_step:
             return
         self._step += 1
+        self._metrics.update(algorithm.metrics())
         runner = self._config.runner
         if self._step % runner.weight_sync_interval == 0:
             self._publish(algorithm)
