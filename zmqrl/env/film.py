@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,22 @@ class Film(gymnasium.Wrapper[Any, Any, Any, Any]):
         return imageio.get_writer(_temporary(path), fps=rate, macro_block_size=2)
 
     def _finish(self) -> None:
-        if self._path is not None and self._writer is not None:
-            self._writer.close()
-            os.replace(_temporary(self._path), self._path)
+        path, writer = self._path, self._writer
         self._path = self._writer = None
+        if path is not None and writer is not None:
+            try:
+                writer.close()
+                os.replace(_temporary(path), path)
+            except Exception as error:
+                log.warning("no video: %s: %s", type(error).__name__, error)
 
     def _drop(self) -> None:
-        if self._path is not None and self._writer is not None:
-            self._writer.close()
-            _temporary(self._path).unlink(missing_ok=True)
+        path, writer = self._path, self._writer
         self._path = self._writer = None
+        if path is not None and writer is not None:
+            with suppress(Exception):
+                writer.close()
+                _temporary(path).unlink(missing_ok=True)
 
 
 def _temporary(path: Path) -> Path:

@@ -59,6 +59,8 @@ def make_shard(
         success_key=config.success_key,
         rescale_actions=config.rescale_actions,
     )
+    if filmed and shard.film is None:
+        log.warning("%s does not render (render_mode rgb_array), so there is no video", name)
     if config.of_mode(mode).use_fixed_reset_state_ids and not shard.seeds_every_episode:
         shard.close()
         raise ConfigError(
@@ -80,7 +82,7 @@ def _with_film(
     try:
         return build(name, config.model_copy(update={"kwargs": kwargs}), mode, num_envs)
     except Exception as error:
-        log.warning("%s cannot render, so there is no video: %s", name, error)
+        log.warning("%s cannot be made so that it renders: %s", name, error)
         return None
 
 

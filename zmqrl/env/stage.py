@@ -31,7 +31,7 @@ class Stage:
         """The request for those actions; None while they may not be asked for yet."""
         self.sent = 0.0
         self.held_since: float | None = None
-        """Since when the learner holds the next trajectory back."""
+        """Since when the learner holds the next trajectory back, as far as it is not counted yet."""
         self._quota = quota
         self.restart()
 

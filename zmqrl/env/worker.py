@@ -203,13 +203,16 @@ class EnvWorker:
         assert self._recording is not None
         assert stage.held_since is not None
         others = any(other.pending is not None for other in self._stages)
-        if not self._recording.may_begin(stage.index):
+        may_begin = self._recording.may_begin(stage.index)
+        if not may_begin:
             self._recording.wait(0.0 if others else _LOOK_EVERY)
+        now = time.monotonic()
+        self.report.totals.gate_s += now - stage.held_since
+        stage.held_since = now
+        if may_begin:
+            self._ask(stage)
+        else:
             self._tell()
-            return
-        self.report.totals.gate_s += time.monotonic() - stage.held_since
-        stage.held_since = None
-        self._ask(stage)
 
     def _advance(self, stage: Stage) -> None:
         """Wait for the actions of `stage`, step its simulators, and ask for the next actions."""
@@ -351,7 +354,7 @@ class EnvWorker:
             if section.use_fixed_reset_state_ids:
                 seed_of = _Seeds(section.seed, first, total)
                 self._seeds.append(seed_of)
-            filmed = section.save_video and rank == 0 and index == 0
+            filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
             shard = make_shard(config.env, mode, rows, seed_of, filmed)
             stages.append(Stage(shard, index, first, quota))
             first += rows

@@ -34,6 +34,8 @@ class Progress:
     env_steps_under_way: int = 0
     oldest_under_way: int | None = None
     """`versions` when the oldest trajectory under way began."""
+    waiting: int = 0
+    """Trajectories that have arrived but were not looked at yet."""
     hungry: bool = True
     """Whether the algorithm needs more data before it can do anything at all."""
 
@@ -71,6 +73,9 @@ class Gate:
     def _fresh_enough(self, progress: Progress) -> bool:
         if self.staleness_threshold is None:
             return True
+        waits = progress.hungry or not self.may_update(progress)
+        if waits and progress.under_way == 0 and progress.waiting == 0:
+            return True  # the next version needs more than the threshold lets in: no faster than that
         oldest = progress.oldest_under_way
         versions = progress.versions if oldest is None else min(progress.versions, oldest)
         capacity = (self.staleness_threshold + versions + 1) * self.trajectories_per_version

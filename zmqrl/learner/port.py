@@ -57,6 +57,7 @@ class Learner:
         """Trajectories that could not be read."""
         self.last_invalid = ""
         """Which, and why; of the latest one."""
+        self._evaluations = 0
         self._with_spaces = with_spaces
         self._shared = Shared()
         self._service = Service(
@@ -107,6 +108,8 @@ class Learner:
             for arrival in arrivals:
                 arrival.sender.used = arrival.number
                 shared.inbox_bytes -= arrival.size
+            if arrivals:
+                shared.hungry = False  # until it is seen what the algorithm can do with them
         if was_full:
             self._service.wake()  # there is room for more
         return arrivals
@@ -163,12 +166,11 @@ class Learner:
 
     # -- Evaluations
 
-    def evaluate(self, env_steps: int, step: int) -> int:
+    def evaluate(self, env_steps: int) -> int:
         """Have the eval workers evaluate the newest version, whatever is published meanwhile.
 
         Args:
-            env_steps: Of training, so far.
-            step: Global steps so far.
+            env_steps: Of training, when these weights were published.
 
         Returns:
             The number of the evaluation.
@@ -176,12 +178,12 @@ class Learner:
         with self._shared.lock:
             if self._shared.newest is None:
                 raise ValueError("there is nothing to evaluate: publish weights first")
-            number = 1 if self._shared.order is None else self._shared.order.number + 1
+            self._evaluations += 1
             self._shared.pinned = self._shared.newest
-            self._shared.order = Order(number, self.version, env_steps, step)
+            self._shared.order = Order(self._evaluations, self.version, env_steps)
             self._shared.finished.clear()
         self._service.wake()
-        return number
+        return self._evaluations
 
     def evaluation_is_over(self, workers: int) -> bool:
         """Whether so many eval workers have finished the evaluation that was ordered last."""
@@ -200,6 +202,11 @@ class Learner:
         with self._shared.lock:
             self._shared.updates, self._shared.hungry = updates, hungry
         self._service.wake()
+
+    def close_gate(self) -> None:
+        """Let no trajectory begin any more; what is under way still arrives."""
+        with self._shared.lock:
+            self._shared.closed = True
 
     def books(self) -> dict[str, int]:
         """Trajectories received, dropped, rolled back, sent twice, and waiting; and env steps."""
@@ -231,6 +238,7 @@ class Learner:
                 "env_steps": ledger.env_steps - sum(arrival.env_steps for arrival in waiting),
                 "rolled_back": ledger.rolled_back,
                 "dropped": self._shared.dropped,
+                "evaluations": self._evaluations,
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,7 +253,7 @@ class Learner:
             ledger = self._shared.ledger
             ledger.restore(state["marks"], state["received"], state["env_steps"], state["rolled_back"])
             self._shared.dropped, self._shared.versions = state["dropped"], state["versions"]
-        self.version = state["version"]
+        self.version, self._evaluations = state["version"], state["evaluations"]
 
     # -- The end
 

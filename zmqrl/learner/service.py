@@ -240,6 +240,8 @@ class Service:
         if sender is None:
             self._refuse(peer, f"a newer process has the name {name!r}")
             return
+        if sender.received > sender.acknowledged:
+            self._owed[peer] = sender  # what was owed to its earlier socket is owed to this one
         marks = {
             "acknowledged": sender.acknowledged,
             "received": sender.received,
@@ -306,6 +308,8 @@ class Service:
         """Answer the questions that can be answered with yes, in the order in which they came."""
         now = time.monotonic()
         shared, ledger = self._shared, self._shared.ledger
+        if shared.closed:
+            return
         for key, question in list(self._questions.items()):
             if not self._gate.may_begin(shared.progress(now), question.env_steps):
                 return
@@ -375,9 +379,9 @@ class Service:
             if len(shared.finished) < _MOST_NAMES:
                 shared.finished[name] = done
             shared.lock.notify_all()
-        if order is not None and done < order.number:
+        if order is not None and done < order.number and shared.finished.get(name) != order.number:
             answer = Header(Op.EVALUATE, request_id=order.number, policy_version=order.version)
-            fields = {"env_steps": order.env_steps, "step": order.step, "epoch": self._epoch}
+            fields = {"env_steps": order.env_steps, "epoch": self._epoch}
             self._send(peer, [answer.pack() + encode_meta(fields)])
         else:
             self._send(peer, [Header(Op.WELCOME).pack() + encode_meta({})])

@@ -38,7 +38,6 @@ class Order:
     number: int
     version: int
     env_steps: int
-    step: int
 
 
 @dataclass(slots=True)
@@ -65,6 +64,8 @@ class Shared:
     is_open: bool = False
     """Whether the books are open; before, a checkpoint may still be loaded into them."""
     hungry: bool = True
+    closed: bool = False
+    """Whether no trajectory may begin any more."""
     failure: BaseException | None = None
 
     def progress(self, now: float) -> Progress:
@@ -78,6 +79,7 @@ class Shared:
             under_way=afoot.count,
             env_steps_under_way=afoot.env_steps,
             oldest_under_way=afoot.oldest_version,
+            waiting=len(self.inbox),
             hungry=self.hungry,
         )
 

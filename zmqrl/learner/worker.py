@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zmqrl.config import Config
-from zmqrl.errors import CheckpointError, ConfigError, DataError
+from zmqrl.errors import CheckpointError, ConfigError, DataError, RunFailed
 from zmqrl.learner import checkpoint
 from zmqrl.learner.algorithm import Algorithm, Update, make_actor, make_algorithm
 from zmqrl.learner.gate import Gate, Progress
@@ -27,7 +27,10 @@ _LOOK_EVERY = 0.1
 """Seconds after which a wait looks whether it should go on."""
 
 _LAST_WORDS = 1.0
-"""Seconds without a trajectory after which a stopped learner takes its books to be complete."""
+"""Seconds, at most, in which a stopped learner takes what env workers still deliver."""
+
+_MOST_DROPPED = 50
+"""Trajectories in a row that may be dropped before something must be wrong with all of them."""
 
 
 class LearnerWorker:
@@ -66,7 +69,10 @@ class LearnerWorker:
         self._step = 0
         self._updates = 0
         self._env_steps = 0
-        self._published_at = self._evaluated_at = self._saved_at = -1
+        self._dropped_in_a_row = 0
+        self._published_at = self._evaluated_at = -1
+        self._published_env_steps = 0
+        self._saved: tuple[int, int, int] | None = None
         self._evaluation_due = False
         self._hungry = True
         self._update_s = self._gate_s = 0.0
@@ -123,7 +129,10 @@ class LearnerWorker:
         self._tell()
 
     def _take(self, algorithm: Algorithm, timeout: float) -> int:
+        invalid = self._port.invalid
         arrived = self._port.receive(timeout)
+        for _ in range(self._port.invalid - invalid):
+            self._drop(f"it cannot be read: {self._port.last_invalid}")
         for trajectory in arrived:
             self._env_steps += trajectory.env_steps
             self._add(algorithm, trajectory)
@@ -139,17 +148,31 @@ class LearnerWorker:
             return
         try:
             algorithm.add(trajectory)
+            self._dropped_in_a_row = 0
         except DataError as error:
             self._port.drop(trajectory)
-            log.warning("a trajectory of %s is dropped: %s", trajectory.origin, error)
+            self._drop(f"{trajectory.origin}: {error}")
+
+    def _drop(self, why: str) -> None:
+        """Tell of a trajectory that is of no use.
+
+        Raises:
+            RunFailed: None of many was.
+        """
+        self._dropped_in_a_row += 1
+        count = self._dropped_in_a_row
+        if count >= _MOST_DROPPED:
+            raise RunFailed(f"the last {count} trajectories had to be dropped; the latest: {why}")
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th …
+            log.warning("a trajectory is dropped: %s", why)
 
     def _count(self, algorithm: Algorithm, update: Update) -> None:
         self._updates += update.updates
-        self._metrics.update(update.metrics)
+        self._metrics.update(_numbers(update.metrics))
         if not update.ends_step:
             return
         self._step += 1
-        self._metrics.update(algorithm.metrics())
+        self._metrics.update(_numbers(algorithm.metrics()))
         runner = self._config.runner
         if self._step % runner.weight_sync_interval == 0:
             self._publish(algorithm)
@@ -161,23 +184,25 @@ class LearnerWorker:
     def _publish(self, algorithm: Algorithm) -> None:
         if self._published_at != self._step:
             self._port.publish(algorithm.actor.state_dict())
-            self._published_at = self._step
+            self._published_at, self._published_env_steps = self._step, self._env_steps
 
     def _evaluate(self) -> None:
-        """Order the evaluation that is due, unless one is under way."""
-        if self._port.evaluation_is_over(self._config.env_workers("eval")):
+        """Order the evaluation that is due, unless one is under way, or these weights had theirs."""
+        if self._evaluated_at == self._published_at:
+            self._evaluation_due = False
+        elif self._port.evaluation_is_over(self._config.env_workers("eval")):
             self._evaluation_due = False
             self._evaluated_at = self._published_at
-            self._port.evaluate(self._env_steps, self._step)
+            self._port.evaluate(self._published_env_steps)
 
     def _progress(self) -> float:
         """The share of the run that is done; 0 if it has no end."""
         runner, last = self._config.runner, self._config.last_step
         shares = [0.0]
         if last is not None:
-            shares.append(self._step / max(1, last))
+            shares.append(self._step / last if last else 1.0)
         if runner.max_env_steps >= 0:
-            shares.append(self._env_steps / max(1, runner.max_env_steps))
+            shares.append(self._env_steps / runner.max_env_steps if runner.max_env_steps else 1.0)
         return min(1.0, max(shares))
 
     def _is_over(self) -> bool:
@@ -197,6 +222,7 @@ class LearnerWorker:
 
     def _finish(self, algorithm: Algorithm) -> None:
         """Evaluate the last weights, and wait to be stopped."""
+        self._port.close_gate()
         self._catch_up(algorithm)
         self._publish(algorithm)
         evaluates = self._config.runner.val_check_interval > 0
@@ -233,7 +259,8 @@ class LearnerWorker:
             pass
 
     def _save(self, algorithm: Algorithm, spaces: Spaces) -> None:
-        if self._saved_at == self._step:
+        now = (self._step, self._updates, self._env_steps)
+        if self._saved == now:
             return
         actor = {
             "version": self._port.version,
@@ -254,7 +281,7 @@ class LearnerWorker:
         except CheckpointError as error:
             log.error("%s; training goes on", error)
             return
-        self._saved_at = self._step
+        self._saved = now
         self._metrics["time/actor/checkpoint"] = time.perf_counter() - begin
         log.info("checkpoint %s", path)
 
@@ -279,7 +306,7 @@ class LearnerWorker:
             raise CheckpointError(f"the checkpoint {self._resume_from} lacks {error}") from error
         books = self._port.books()
         self._before = books["received"] + books["rolled_back"]
-        self._saved_at = self._step
+        self._saved = (self._step, self._updates, self._env_steps)
         log.info("goes on from %s at %d env steps", self._resume_from, self._env_steps)
 
     # -- What the runner reads
@@ -337,6 +364,21 @@ class Staleness:
             "train/staleness/max": self._max,
             "train/staleness/dropped": self._dropped,
         }
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """The metrics of an algorithm as plain numbers.
+
+    Raises:
+        RunFailed: One of them is none; names it.
+    """
+    plain = {}
+    for name, value in metrics.items():
+        try:
+            plain[name] = float(value)
+        except (TypeError, ValueError):
+            raise RunFailed(f"the algorithm's metric {name!r} is no number: {value!r}") from None
+    return plain
 
 
 def gate_of(config: Config) -> Gate:
