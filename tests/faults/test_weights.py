@@ -294,7 +294,7 @@ def test_a_worker_that_comes_after_an_evaluation_was_ordered_serves_the_newest_v
     pool: Pool, learner: Learner
 ) -> None:
     publish(learner)
-    learner.evaluate(env_steps=0, step=0)
+    learner.evaluate(env_steps=0)
     publish(learner, 2)
     start(pool, learner)
     client = pool.client()
@@ -319,7 +319,7 @@ def test_the_pinned_version_of_a_restarted_learner_is_not_that_of_the_one_before
     pool: Pool, learner: Learner
 ) -> None:
     publish(learner, 5)
-    learner.evaluate(env_steps=0, step=0)
+    learner.evaluate(env_steps=0)
     publish(learner, 6)
     start(pool, learner)
     client = pool.client()
@@ -327,7 +327,7 @@ def test_the_pinned_version_of_a_restarted_learner_is_not_that_of_the_one_before
     learner.close()
     with Learner(learner.endpoint) as restarted:
         restarted.publish({"bias": np.array(500.0)}, 5)
-        restarted.evaluate(env_steps=0, step=0)
+        restarted.evaluate(env_steps=0)
         restarted.publish({"bias": np.array(700.0)}, 7)
         wait_for(lambda: client.infer(X)["actions"][0] == 700, "the restarted learner's weights")
         pending = client.submit(X, version=5)
@@ -446,7 +446,7 @@ def test_pinned_requests_are_answered_by_their_version_while_others_get_the_newe
     pool: Pool, learner: Learner
 ) -> None:
     publish(learner, 1)
-    learner.evaluate(env_steps=0, step=0)
+    learner.evaluate(env_steps=0)
     start(pool, learner, seconds=0.02)
     pinned, free = pool.client(mode="eval"), pool.client()
     seen = []
@@ -471,7 +471,7 @@ def test_a_pinned_version_that_is_still_on_its_way_is_waited_for(pool: Pool, lea
     early = client.submit(X, version=2)
     assert not early.wait(0.3)
     publish(learner, 2)
-    learner.evaluate(env_steps=0, step=0)
+    learner.evaluate(env_steps=0)
     publish(learner, 3)
     assert early.result()["actions"].tolist() == [2, 2]
     assert early.policy_version == 2

@@ -379,7 +379,7 @@ def test_a_checkpoint_may_be_loaded_after_env_workers_have_come(learner, env):
     port.load_state_dict(
         {
             "version": 5, "versions": 4, "marks": {"env-0/1": 2}, "received": 2, "env_steps": 8,
-            "rolled_back": 1, "dropped": 0,
+            "rolled_back": 1, "dropped": 0, "evaluations": 0,
         }
     )  # fmt: skip
     assert port.publish({}) == 6
@@ -469,6 +469,22 @@ def test_a_learner_that_was_stopped_for_a_while_gets_everything_once(serving, en
     count = sender.recording.sent
     found = [int(serving.stdout.readline()) for _ in range(count)]
     assert found == [2 * i for i in range(count)]
+
+
+def test_an_acknowledgement_owed_to_a_socket_that_is_gone_goes_to_the_next_one(
+    learner, env, monkeypatch, impatient
+):
+    monkeypatch.setattr(shared, "_MOST_WAITING", 1)
+    port = learner()
+    sender = env().play(1)
+    wait_for(lambda: port.books()["waiting"] == 1, "the trajectory")
+    uplink_ = sender.recording._uplink
+    uplink_._socket.close(0)
+    uplink_._connect()
+    wait_for(lambda: (sender.recording.wait(0.02), uplink_._welcomed == uplink_._hellos)[1], "a welcome")
+    assert sender.recording.unacknowledged == 1, "the learner was not full"
+    assert take(port, 1) == [0]
+    sender.wait_until_acknowledged()
 
 
 def test_a_learner_that_was_killed_is_followed_by_the_next(serving, learner, env, impatient):
@@ -798,7 +814,7 @@ def test_an_evaluation_is_ordered_done_and_over(learner, endpoint, made):
     made += orders
     assert orders[0].next(0.05) is None
     assert port.evaluation_is_over(2)
-    assert port.evaluate(env_steps=70, step=3) == 1
+    assert port.evaluate(env_steps=70) == 1
     for number, worker in enumerate(orders):
         assert not port.evaluation_is_over(2)
         order = worker.next(5.0)
@@ -814,19 +830,19 @@ def test_a_restarted_learner_orders_evaluations_from_the_same_workers(learner, e
     orders = Orders(endpoint, "eval-0")
     made.append(orders)
     for number in (1, 2):
-        assert port.evaluate(0, 0) == number
+        assert port.evaluate(0) == number
         orders.done(orders.next(5.0))
         wait_for(lambda p=port: p.evaluation_is_over(1), "the evaluation")
     port.close()
     port = learner()
-    assert port.evaluate(0, 0) == 1
+    assert port.evaluate(0) == 1
     orders.done(wait_for(lambda: orders.next(0.5), "the order of the next learner"))
     wait_for(lambda: port.evaluation_is_over(1), "the evaluation")
 
 
 def test_an_evaluation_before_any_weights_is_refused(learner):
     with pytest.raises(ValueError, match="publish"):
-        learner(publish=False).evaluate(0, 0)
+        learner(publish=False).evaluate(0)
 
 
 # -- A loop of one's own, with a real pool
@@ -970,7 +986,7 @@ def test_without_a_learner_the_error_names_its_address_within_the_timeout(endpoi
 
 
 def test_a_learner_that_lets_nothing_begin_is_named_at_the_timeout(learner, endpoint):
-    learner(gate=Gate(staleness_threshold=0, trajectories_per_version=0))
+    learner().close_gate()
     with PolicyClient("tcp://127.0.0.1:1", learner=endpoint, action_space=ACTIONS) as policy:
         begin = time.monotonic()
         with pytest.raises(LearnerTimeout, match=f"{endpoint}.*catch up"):
@@ -1019,7 +1035,7 @@ def test_after_a_fork_the_child_records_under_a_name_of_its_own(pool: Pool, lear
 def test_in_normal_mode_a_client_that_has_to_wait_for_the_learner_holds_nobody_up(
     pool: Pool, learner, endpoint
 ):
-    learner(gate=Gate(staleness_threshold=0, trajectories_per_version=0))
+    learner().close_gate()
     pool.start_broker(decoupled=False)
     pool.start_worker(0, "Balance", world_size=1)
     pool.wait_for_workers(1)

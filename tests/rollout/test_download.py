@@ -115,7 +115,7 @@ def test_an_evaluations_version_stays_beside_newer_ones(
     learner: Learner, download: WeightsDownload
 ) -> None:
     learner.publish(weights(1.0))
-    learner.evaluate(env_steps=0, step=0)
+    learner.evaluate(env_steps=0)
     for version in (2, 3, 4):
         learner.publish(weights(float(version)))
     newest = wait_for(lambda: (n := download.newest()) and n.version == 4 and n, "version 4")
@@ -130,7 +130,7 @@ def test_weights_of_an_earlier_life_of_the_learner_are_forgotten(
     learner: Learner, download: WeightsDownload
 ) -> None:
     learner.publish(weights(8.0), 8)
-    learner.evaluate(env_steps=0, step=0)
+    learner.evaluate(env_steps=0)
     learner.publish(weights(9.0), 9)
     wait_for(lambda: download.of(8) and download.of(9), "both versions")
     learner.close()

@@ -93,14 +93,14 @@ def test_a_pinned_version_is_held_by_a_copy_and_the_newest_by_the_policy_itself(
     learner: Learner, versions: PolicyVersions
 ) -> None:
     publish(learner, 1)
-    learner.evaluate(env_steps=0, step=0)
+    learner.evaluate(env_steps=0)
     publish(learner, 2)
     refreshed(versions, 2)
     wait_for(lambda: not versions.lacks(1), "version 1")
     assert answer(versions, 1) == (1, 1)
     assert answer(versions) == (2, 2)
     assert answer(versions, 2) == (2, 2)
-    learner.evaluate(env_steps=0, step=0)
+    learner.evaluate(env_steps=0)
     publish(learner, 3)
     refreshed(versions, 3)
     wait_for(lambda: not versions.lacks(2), "version 2")

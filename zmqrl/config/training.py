@@ -118,7 +118,7 @@ class ActorConfig(Section):
     endpoint: str | None = Field(None, description="where the learner listens; null: local ipc")
     device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: a GPU if there is one")
     torch_threads: int = Field(1, ge=1, description="of the learner")
-    seed: int = Field(0, ge=0, description="of networks, sampling and start states")
+    seed: int = Field(0, ge=0, description="of networks, and of what the learner draws")
     global_batch_size: int = Field(256, ge=1, description="transitions in one update")
     optim: OptimConfig = OptimConfig()
     critic_optim: OptimConfig | None = Field(None, description="sac; null: as optim")

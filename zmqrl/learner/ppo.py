@@ -39,8 +39,9 @@ from zmqrl.trajectory import Trajectory
 class PPO:
     """PPO with a clipped objective (Schulman et al., arXiv:1707.06347), on-policy.
 
-    A batch is `rollout_epoch` trajectories of each shard of the training env workers. Advantages are
-    estimated once for it; what comes while it is learned from waits for the next.
+    A batch is as many trajectories as the training env workers have shards, times `rollout_epoch`;
+    whose they are does not matter. Advantages are estimated once for it; what comes while it is learned
+    from waits for the next.
 
     Raises:
         ConfigError: The actions are neither in a Box nor discrete, or the observation holds text or

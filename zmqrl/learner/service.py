@@ -323,7 +323,7 @@ class Service:
     def _acknowledge(self) -> None:
         if self._shared.is_full():
             return
-        for peer, sender in self._owed.items():
+        for peer, sender in list(self._owed.items()):  # a peer that is gone leaves it
             sender.acknowledged = sender.received
             self._send(peer, [Header(Op.ACK, request_id=sender.received).pack()])
         self._owed.clear()

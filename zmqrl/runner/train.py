@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import time
@@ -18,8 +19,8 @@ from zmqrl.process import StopSignal
 from zmqrl.runner.endpoints import local_endpoints
 from zmqrl.runner.launcher import Child, Launcher
 from zmqrl.telemetry import curve
-from zmqrl.telemetry.loggers import RunLog
-from zmqrl.telemetry.metrics import Metrics
+from zmqrl.telemetry.loggers import RunLog, finite
+from zmqrl.telemetry.metrics import EVALUATION, Metrics
 from zmqrl.telemetry.progress import TrainingProgress
 from zmqrl.telemetry.report import Collector
 from zmqrl.telemetry.training_view import TrainingView
@@ -87,7 +88,7 @@ def train(
     metrics = run.last_metrics()
     curve.draw(run.records, folder / "learning_curve.png", logger.experiment_name)
     if json_file is not None:
-        json_file.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(finite(metrics), indent=2) + "\n", encoding="utf-8")
     console.print(f"{run.ending or 'broken off'}; written to {folder}", style="dim", markup=False)
     if failure is not None:
         raise failure
@@ -106,6 +107,11 @@ def _check(config: Config, own_loop: bool) -> None:
             "runner.stop_at ends training by evaluations, but there are none: set "
             "runner.val_check_interval"
         )
+    for name in config.runner.stop_at:
+        if name not in EVALUATION:
+            near = difflib.get_close_matches(name, EVALUATION, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"they tell {', '.join(EVALUATION)}"
+            raise ConfigError(f"runner.stop_at names {name!r}, which evaluations do not tell; {hint}")
     if config.runner.ckpt_path is not None:
         raise ConfigError(
             "runner.ckpt_path names the policy of an evaluation; to go on training, set "
@@ -159,6 +165,8 @@ class Training:
         self._earlier_s = _number(records[-1].get("wall_s")) if records else 0.0
         self._began = self._logged = self._drawn = self._sampled = time.monotonic()
         self._progress = TrainingProgress(config)
+        self._warned = self._began
+        self._first_share: float | None = None
         self._reached = 0
         self._commands: dict[str, list[str]] = {}
         self._launched: dict[str, float] = {}
@@ -261,6 +269,7 @@ class Training:
             if heard is not None and now >= heard + runner.stall_timeout_s:
                 self._launcher.kill(name)
                 self._restart(name, f"{name} was silent for {runner.stall_timeout_s:g} s in a step")
+        self._look_at_the_learner(now)
         if (
             not self._own_loop
             and not self._progress.stepping()
@@ -271,6 +280,18 @@ class Training:
                 f"nothing was stepped within runner.startup_timeout_s ({runner.startup_timeout_s:g} s); "
                 f"{workers} rollout workers are connected"
             )
+
+    def _look_at_the_learner(self, now: float) -> None:
+        limit, heard = self._config.runner.stall_timeout_s, self._progress.learner_heard
+        if heard is not None and now >= heard + limit:
+            raise RunFailed(
+                f"the learner was silent for {limit:g} s (runner.stall_timeout_s): an update or a "
+                "checkpoint takes longer than that, or hangs"
+            )
+        if now >= max(self._progress.moved, self._warned) + limit:
+            self._warned = now
+            still, by = now - self._progress.moved, self._progress.metrics().get("bottleneck")
+            log.warning("neither env steps nor updates went on for %.0f s; limited by: %s", still, by)
 
     # -- What they report
 
@@ -287,8 +308,9 @@ class Training:
         wanted = self._config.runner.stop_at
         missing = [name for name in wanted if name not in evaluation]
         if missing:
-            known = ", ".join(sorted(name for name in evaluation if name.startswith("eval/")))
-            raise ConfigError(f"runner.stop_at names {missing[0]}, but evaluations tell {known}")
+            raise ConfigError(
+                f"runner.stop_at: this simulator does not tell {missing[0]} (env.success_key)"
+            )
         reached = wanted and all(_number(evaluation[name]) >= least for name, least in wanted.items())
         self._reached = self._reached + 1 if reached else 0
         if self._reached >= self._config.runner.stop_patience:
@@ -312,7 +334,10 @@ class Training:
         metrics = self.last_metrics()
         share = self._share(metrics)
         elapsed = now - self._began
-        eta = elapsed * (1 - share) / share if share else None
+        if self._first_share is None and self._progress.learner is not None:
+            self._first_share = share
+        done = 0.0 if share is None else share - (self._first_share or 0.0)
+        eta = elapsed * (1 - share) / done if share is not None and done > 0 else None
         self._view.update(metrics, share, eta)
         if now >= self._logged + _LOG_EVERY and self._progress.stepping():
             self._log(metrics)
@@ -341,10 +366,10 @@ class Training:
         if not self._config.has_an_end:
             return None
         shares = [0.0]
-        if last is not None:
-            shares.append(_number(metrics.get("global_step")) / max(1, last))
-        if runner.max_env_steps >= 0:
-            shares.append(_number(metrics.get("env_steps")) / max(1, runner.max_env_steps))
+        if last:
+            shares.append(_number(metrics.get("global_step")) / last)
+        if runner.max_env_steps > 0:
+            shares.append(_number(metrics.get("env_steps")) / runner.max_env_steps)
         return min(1.0, max(shares))
 
     def _wall_s(self) -> float:

@@ -132,6 +132,11 @@ def _set_aside(folder: Path) -> None:
             path.rename(place / path.name)
 
 
+def finite(metrics: Metrics) -> Metrics:
+    """The same metrics as JSON has them: what is not a finite number is null."""
+    return {name: _plain(value) for name, value in metrics.items()}
+
+
 def _plain(value: Any) -> float | int | str | None:
     """The value as JSON has it: an algorithm may report scalars of NumPy or torch."""
     if hasattr(value, "item"):

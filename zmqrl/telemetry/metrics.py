@@ -15,6 +15,12 @@ from zmqrl.telemetry.report import EnvTotals, Episode, Report
 
 Metrics = dict[str, "float | int | str | None"]
 
+EVALUATION = tuple(
+    f"eval/{name}"
+    for name in ("success_once", "success_at_end", "fail_once", "return", "episode_len", "reward")
+)
+"""What evaluations tell; success only where the simulator does."""
+
 _SATURATED = 0.7
 """Busy share of the rollout workers from which waiting in the queue is their doing."""
 
@@ -179,7 +185,7 @@ def broker_metrics(status: dict[str, Any]) -> Metrics:
 def delay_metrics(envs: Sequence[EnvView]) -> Metrics:
     """`env/time/*_delay`: the emulated delays of all env workers, in seconds."""
     delays = [env.report.delays for env in envs if env.report is not None and env.report.delays]
-    if not delays:
+    if not any(delay["max"] for delay in delays):
         return {}
     return {
         f"env/time/{name}_delay": float(combine([delay[name] for delay in delays]))

@@ -115,6 +115,9 @@ class TrainingProgress:
         self.heard: dict[str, float] = {}
         """By worker, `time.monotonic()` of its last report."""
         self.learner: LearnerReport | None = None
+        self.learner_heard: float | None = None
+        self.moved = time.monotonic()
+        """When env steps or updates were last seen to go on."""
         self.evaluations = Evaluations(config)
         self.latest_evaluation: Metrics = {}
         self._episodes: deque[Episode] = deque(maxlen=_EPISODES)
@@ -125,7 +128,10 @@ class TrainingProgress:
         """Add a report."""
         now = time.monotonic()
         if isinstance(report, LearnerReport):
-            self.learner = report
+            before = {} if self.learner is None else self.learner.metrics
+            if any(report.metrics.get(k) != before.get(k) for k in ("env_steps", "learner_updates")):
+                self.moved = now
+            self.learner, self.learner_heard = report, now
             return
         self.heard[report.name] = now
         if report.name in self.envs:
