@@ -83,6 +83,13 @@ class Balance:
         return (lean > 0).astype(np.int64)
 
 
+class Silent(Balance):
+    """Takes weights, and tells nothing but its actions."""
+
+    def load_state_dict(self, weights: dict[str, np.ndarray]) -> None:
+        pass
+
+
 class Biased:
     """Answers with its bias, which the tests publish as the version of the weights.
 

@@ -84,14 +84,15 @@ def test_the_demo_learns_to_reach_and_its_checkpoint_reaches_too(folder: Path) -
     evaluated = folder / "evaluated.json"
     command = [
         *(sys.executable, "-m", "zmqrl", "evaluate", f"--json={evaluated}"),
-        f"--config={ROOT / 'config' / 'fetch_reach_sac_decoupled.yaml'}",
+        f"--config={run.folder / 'config.yaml'}",
         f"runner.ckpt_path={run.folder}",
-        f"runner.logger={{log_path: {folder}, experiment_name: evaluated}}",
         "env.eval.rollout_epoch=1",
     ]
+    records = run.records()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(evaluated.read_text())["eval/success_at_end"] >= 0.9
+    assert run.records() == records, "the evaluation wrote into the files of the training"
 
 
 def test_the_checkpoint_of_another_architecture_is_refused_by_name(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hand_made import config
@@ -231,3 +232,20 @@ def test_a_worker_that_is_stuck_for_ever_does_not_stop_the_others(gate):
             pace.move()
         assert pace.finished[0] == 0
         assert min(pace.finished[1:]) > 10
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        Progress(trajectories=100, hungry=True),
+        Progress(trajectories=100, hungry=False, updates=10, env_steps=10),
+    ],
+    ids=["for data", "for the ratio"],
+)
+def test_a_threshold_that_lets_in_too_little_for_the_next_version_slows_down_but_does_not_stop(waits):
+    gate = Gate(
+        updates_per_env_step=0.5, slack_steps=64, staleness_threshold=1, trajectories_per_version=4
+    )
+    assert gate.may_begin(waits, 16)
+    assert not gate.may_begin(replace(waits, under_way=1, oldest_under_way=0), 16)
+    assert not gate.may_begin(replace(waits, waiting=1), 16)

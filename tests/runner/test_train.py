@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import wait_for
+from conftest import TESTS, wait_for
 from runner.training import COUNTS, LINE, SMALL, Training
 
 PPO = [
@@ -127,7 +127,10 @@ def test_a_stopped_training_goes_on_where_it_was(folder: Path) -> None:
 
     steps = before["env_steps"] + 400
     resumed = Training(
-        folder, *arguments, f"runner.max_env_steps={steps}", f"runner.resume_dir={run.folder}"
+        folder,
+        f"runner.max_env_steps={steps}",
+        f"runner.resume_dir={run.folder}",
+        config=str(run.folder / "config.yaml"),
     )
     assert resumed.wait() == 0, resumed.text()
     after = resumed.result()
@@ -226,6 +229,22 @@ def test_a_simulator_that_always_raises_ends_the_run_with_the_cause(folder: Path
     assert run.wait() == 1
     assert "exploded at step 30" in run.text()
     assert "env.max_restarts" in run.text()
+
+
+def test_a_learner_that_hangs_ends_the_run_with_its_name(folder: Path) -> None:
+    run = Training(folder, *SMALL, COUNTS, LINE, "runner.stall_timeout_s=3")
+    run.wait_for_record("env_steps", 50)
+    run.part("start-learner").suspend()
+    assert run.wait() == 1
+    assert "the learner was silent for 3 s" in run.text()
+
+
+def test_trajectories_of_which_none_is_of_use_end_the_run_with_the_cause(folder: Path) -> None:
+    policy = f"rollout.policy={TESTS / 'policies.py'}:Silent"
+    run = Training(folder, *SMALL, *PPO, policy, "env.train.max_steps_per_rollout_epoch=2")
+    assert run.wait() == 1
+    assert "the last 50 trajectories had to be dropped" in run.text()
+    assert "prev_logprobs" in run.text()
 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_end_training(folder: Path) -> None:
