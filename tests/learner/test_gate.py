@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 from hand_made import config
 
-from zmqrl.learner.gate import Gate, Progress
+from zmqrl.learner.gate import Gate, Progress, gate_of
 from zmqrl.learner.ledger import Ledger
-from zmqrl.learner.worker import gate_of
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zmqrl.config import Config
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -80,3 +82,15 @@ class Gate:
         versions = progress.versions if oldest is None else min(progress.versions, oldest)
         capacity = (self.staleness_threshold + versions + 1) * self.trajectories_per_version
         return progress.trajectories + progress.under_way < capacity
+
+
+def gate_of(config: Config) -> Gate:
+    """The gate that the section `algorithm` asks for."""
+    algorithm = config.algorithm
+    per_step = config.env_workers("train") * config.env.pipeline_stages * config.env.train.rollout_epoch
+    return Gate(
+        updates_per_env_step=algorithm.updates_per_env_step,
+        slack_steps=algorithm.ratio_slack_steps or 2 * config.least_slack_steps,
+        staleness_threshold=algorithm.staleness_threshold,
+        trajectories_per_version=per_step * config.runner.weight_sync_interval,
+    )

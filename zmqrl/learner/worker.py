@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from zmqrl.config import Config
-from zmqrl.errors import CheckpointError, ConfigError, DataError, RunFailed
+from zmqrl.errors import CheckpointError, DataError, RunFailed
 from zmqrl.learner import checkpoint
-from zmqrl.learner.algorithm import Algorithm, Update, make_actor, make_algorithm
-from zmqrl.learner.gate import Gate, Progress
+from zmqrl.learner.algorithm import Algorithm, Update, make_algorithm
+from zmqrl.learner.gate import Progress, gate_of
 from zmqrl.learner.port import Learner
+from zmqrl.learner.staleness import Staleness
 from zmqrl.process import StopSignal
 from zmqrl.spaces import Spaces
 from zmqrl.telemetry.report import LearnerReport, Reporter
@@ -61,6 +62,7 @@ class LearnerWorker:
             max_message_mb=config.broker.max_message_mb,
             with_spaces=config.rollout.policy is None,
         )
+        self._spaces: Spaces
         self._reporter = Reporter(config.runner.report)
         self._report = LearnerReport()
         self._staleness = Staleness()
@@ -102,7 +104,7 @@ class LearnerWorker:
             if self._is_over():
                 self._finish(algorithm)
             self._take_the_last(algorithm)
-            self._save(algorithm, spaces)
+            self._save(algorithm)
         finally:
             self._tell(now=True)
             self._reporter.close()
@@ -179,7 +181,7 @@ class LearnerWorker:
         if runner.val_check_interval > 0 and self._step % runner.val_check_interval == 0:
             self._evaluation_due = True
         if runner.save_interval > 0 and self._step % runner.save_interval == 0:
-            self._save(algorithm, self._spaces)
+            self._save(algorithm)
 
     def _publish(self, algorithm: Algorithm) -> None:
         if self._published_at != self._step:
@@ -258,13 +260,13 @@ class LearnerWorker:
         while self._take(algorithm, 0.2) and time.monotonic() < until:
             pass
 
-    def _save(self, algorithm: Algorithm, spaces: Spaces) -> None:
+    def _save(self, algorithm: Algorithm) -> None:
         now = (self._step, self._updates, self._env_steps)
         if self._saved == now:
             return
         actor = {
             "version": self._port.version,
-            "spaces": spaces.fields(),
+            "spaces": self._spaces.fields(),
             "weights": dict(algorithm.actor.state_dict()),
         }
         state = {
@@ -343,29 +345,6 @@ class LearnerWorker:
         }
 
 
-class Staleness:
-    """By how many versions trajectories lag behind at their arrival."""
-
-    def __init__(self) -> None:
-        self._count = self._dropped = 0
-        self._sum = self._max = 0
-
-    def note(self, lag: int, dropped: bool) -> None:
-        """Add one trajectory."""
-        self._count += 1
-        self._sum += lag
-        self._max = max(self._max, lag)
-        self._dropped += dropped
-
-    def metrics(self) -> dict[str, float]:
-        """Mean and maximum over all trajectories, and how many were dropped for it."""
-        return {
-            "train/staleness/mean": self._sum / max(1, self._count),
-            "train/staleness/max": self._max,
-            "train/staleness/dropped": self._dropped,
-        }
-
-
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     """The metrics of an algorithm as plain numbers.
 
@@ -379,48 +358,3 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError):
             raise RunFailed(f"the algorithm's metric {name!r} is no number: {value!r}") from None
     return plain
-
-
-def gate_of(config: Config) -> Gate:
-    """The gate that the section `algorithm` asks for."""
-    algorithm = config.algorithm
-    per_step = config.env_workers("train") * config.env.pipeline_stages * config.env.train.rollout_epoch
-    return Gate(
-        updates_per_env_step=algorithm.updates_per_env_step,
-        slack_steps=algorithm.ratio_slack_steps or 2 * config.least_slack_steps,
-        staleness_threshold=algorithm.staleness_threshold,
-        trajectories_per_version=per_step * config.runner.weight_sync_interval,
-    )
-
-
-def actor_from(path: Path, config: Config) -> tuple[torch.nn.Module, int]:
-    """The actor of a checkpoint, built by the algorithm that the configuration names.
-
-    Returns:
-        The module with its weights, and their version.
-
-    Raises:
-        CheckpointError: It is missing, damaged, or of another architecture.
-        ConfigError: No algorithm is named that could build it.
-    """
-    from zmqrl.errors import DecodeError
-    from zmqrl.rollout.policy import state_difference
-
-    found = checkpoint.find(path)
-    content = checkpoint.load(found, checkpoint.ACTOR)
-    try:
-        spaces = Spaces.of_fields(content["spaces"])
-        weights, version = content["weights"], int(content["version"])
-    except (KeyError, TypeError, ValueError, DecodeError) as error:
-        raise CheckpointError(f"the checkpoint {found} lacks {error}") from error
-    if not config.algorithm.is_set:
-        raise ConfigError(
-            "runner.ckpt_path needs algorithm.name or algorithm.factory, which builds the policy; "
-            "take the configuration of the run that wrote it"
-        )
-    actor = make_actor(spaces, config)
-    difference = state_difference(actor.state_dict(), weights)
-    if difference:
-        raise CheckpointError(f"the checkpoint {found} does not fit the configured policy: {difference}")
-    actor.load_state_dict(weights)
-    return actor, version

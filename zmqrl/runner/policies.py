@@ -13,13 +13,15 @@ from zmqrl.config import Config
 from zmqrl.errors import (
     CheckpointError,
     ConfigError,
+    DecodeError,
     PolicyLoadError,
     StartupFailed,
     WeightsError,
 )
-from zmqrl.rollout.download import Weights, WeightsDownload
+from zmqrl.rollout.download import WeightsDownload
 from zmqrl.rollout.policy import Policy, TensorPolicy, load_policy
 from zmqrl.rollout.versions import PolicyVersions
+from zmqrl.spaces import Spaces
 from zmqrl.transport import sockets
 
 log = logging.getLogger(__name__)
@@ -71,7 +73,14 @@ def _with_first_weights(
     weights = download.wait(stopping)
     if weights is None:
         return None
-    versions = PolicyVersions(policy or _actor(config, weights), download)
+    if policy is None:
+        if weights.spaces is None:
+            raise StartupFailed(
+                "the learner does not tell the spaces of its simulators, so the policy cannot be built; "
+                "set rollout.policy"
+            )
+        policy = _actor(config, weights.spaces)
+    versions = PolicyVersions(policy, download)
     try:
         versions.load(weights)
     except WeightsError as error:
@@ -86,44 +95,38 @@ def _own(config: Config) -> Policy:
     return load_policy(rollout.policy, rollout.policy_kwargs, rollout.device)
 
 
-def _actor(config: Config, weights: Weights) -> Policy:
-    """The actor of the algorithm, for the spaces that the learner tells."""
+def _actor(config: Config, spaces: Spaces) -> Policy:
+    """The actor of the algorithm, for simulators with these spaces."""
     from zmqrl.learner.algorithm import make_actor
 
-    if weights.spaces is None:
-        raise StartupFailed(
-            "the learner does not tell the spaces of its simulators, so the policy cannot be built; "
-            "set rollout.policy"
-        )
-    return TensorPolicy(make_actor(weights.spaces, config), config.rollout.device)
+    return TensorPolicy(make_actor(spaces, config), config.rollout.device)
 
 
 def _from_checkpoint(config: Config, path: Path) -> PolicyVersions:
     from zmqrl.learner import checkpoint
-    from zmqrl.learner.worker import actor_from
 
-    if config.rollout.policy is None:
-        actor, version = actor_from(path, config)
-        return PolicyVersions(TensorPolicy(actor, config.rollout.device), version=version)
-    policy = _own(config)
     found = checkpoint.find(path)
     content = checkpoint.load(found, checkpoint.ACTOR)
     try:
+        spaces = Spaces.of_fields(content["spaces"])
         version = int(content["version"])
         weights = {name: _as_array(value) for name, value in content["weights"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, DecodeError) as error:
         raise CheckpointError(f"the checkpoint {found} does not hold a policy: {error!r}") from error
+    if config.rollout.policy is None and not config.algorithm.is_set:
+        raise ConfigError(
+            "runner.ckpt_path needs algorithm.name or algorithm.factory, which builds the policy, or "
+            "rollout.policy; take the configuration of the run that wrote it"
+        )
+    policy = _actor(config, spaces) if config.rollout.policy is None else _own(config)
+    name = config.rollout.policy or config.algorithm.name or config.algorithm.factory
     load = getattr(policy, "load_state_dict", None)
     if not callable(load):
-        raise CheckpointError(
-            f"{config.rollout.policy} has no load_state_dict, so it cannot take the weights of {found}"
-        )
+        raise CheckpointError(f"{name} has no load_state_dict, so it cannot take the weights of {found}")
     try:
         load(weights)
     except Exception as error:
-        raise CheckpointError(
-            f"the checkpoint {found} does not fit {config.rollout.policy}: {error}"
-        ) from error
+        raise CheckpointError(f"the checkpoint {found} does not fit {name}: {error}") from error
     return PolicyVersions(policy, version=version)
 
 
