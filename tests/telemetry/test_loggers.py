@@ -144,20 +144,6 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
     assert scalars(tmp_path)["a"] == [(100, 100.0), (200, 201.0), (250, 251.0)]
 
 
-def test_a_new_run_in_an_old_folder_keeps_the_old_files_elsewhere(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        log = opened(tmp_path, "tensorboard")
-        log.log({}, step)
-        log.close()
-    assert [line["env_steps"] for line in lines(tmp_path)] == [3]
-    assert scalars(tmp_path)["env_steps"] == [(3, 3.0)]
-    for number in (1, 2):
-        earlier = tmp_path / "earlier" / str(number)
-        assert [line["env_steps"] for line in lines(earlier)] == [number]
-        assert scalars(earlier)["env_steps"] == [(number, float(number))]
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.log"])
 def test_a_full_disk_is_reported_once_and_the_run_goes_on(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

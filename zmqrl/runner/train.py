@@ -17,6 +17,7 @@ from zmqrl.config import Config
 from zmqrl.errors import CheckpointError, ConfigError, RunFailed, StartupFailed
 from zmqrl.process import StopSignal
 from zmqrl.runner.endpoints import local_endpoints
+from zmqrl.runner.folder import RunFolder
 from zmqrl.runner.launcher import Child, Launcher
 from zmqrl.telemetry import curve
 from zmqrl.telemetry.loggers import RunLog, finite
@@ -59,24 +60,39 @@ def train(
         RunFailed: The run broke off; what there is has been shown and written.
     """
     _check(config, own_loop)
-    folder = Path(config.runner.logger.log_path) / config.runner.logger.experiment_name
-    resumed = config.runner.resume_dir is not None
-    logger = config.runner.logger
+    logger, resumed = config.runner.logger, config.runner.resume_dir is not None
+    folder = RunFolder(Path(logger.log_path) / logger.experiment_name, resumed)
+    try:
+        _train_in(folder, config, console, stop, json_file, own_loop)
+    finally:
+        folder.close()
+
+
+def _train_in(
+    folder: RunFolder,
+    config: Config,
+    console: Console,
+    stop: StopSignal,
+    json_file: Path | None,
+    own_loop: bool,
+) -> None:
+    logger, resumed = config.runner.logger, config.runner.resume_dir is not None
     files = RunLog(
-        folder,
+        folder.path,
         logger.logger_backends,
         logger.project_name,
         logger.experiment_name,
         config.model_dump(mode="json"),
         resume=resumed,
     )
-    earlier = folder / "metrics.jsonl"
+    earlier = folder.path / "metrics.jsonl"
     records = curve.read(earlier) if resumed and earlier.exists() else []
     failure: Exception | None = None
     try:
-        configuration.dump(config, folder / "config.yaml")
+        if not resumed or not (folder.path / "config.yaml").exists():
+            configuration.dump(config, folder.path / "config.yaml")
         with local_endpoints(config) as (complete, file):
-            run = Training(complete, file, folder, console, stop, files, records, own_loop)
+            run = Training(complete, file, folder.path, console, stop, files, records, own_loop)
             try:
                 run.run()
             except (ConfigError, StartupFailed, RunFailed) as error:
@@ -85,15 +101,19 @@ def train(
                 run.close()
     finally:
         files.close()
+    if not run.stepped:
+        folder.give_back()
+        if failure is not None:
+            raise failure
     metrics = run.last_metrics()
-    curve.draw(run.records, folder / "learning_curve.png", logger.experiment_name)
+    curve.draw(run.records, folder.path / "learning_curve.png", logger.experiment_name)
     if json_file is not None:
         json_file.write_text(json.dumps(finite(metrics), indent=2) + "\n", encoding="utf-8")
-    console.print(f"{run.ending or 'broken off'}; written to {folder}", style="dim", markup=False)
+    console.print(f"{run.ending or 'broken off'}; written to {folder.path}", style="dim", markup=False)
     if failure is not None:
         raise failure
     if stop():
-        raise RunFailed(f"stopped by {stop.reason}; go on with runner.resume_dir={folder}")
+        raise RunFailed(f"stopped by {stop.reason}; go on with runner.resume_dir={folder.path}")
 
 
 def _check(config: Config, own_loop: bool) -> None:
@@ -202,6 +222,11 @@ class Training:
         self._view.close()
         self._broker.close()
         self._collector.close()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether any simulator has made a step."""
+        return self._progress.stepping()
 
     def last_metrics(self) -> Metrics:
         """All metrics, as they are now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -18,9 +17,6 @@ from zmqrl.telemetry.jsonl import JsonLines
 from zmqrl.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-_EARLIER = "earlier"
-"""Folder within the run folder for what earlier runs have left."""
 
 _WANDB_ID = "wandb_id.txt"
 """File with the id of the run in W&B, under which it goes on after a resume."""
@@ -48,8 +44,7 @@ class RunLog:
         project: In W&B.
         experiment: The run's name in W&B.
         config: The configuration, for W&B.
-        resume: Go on with the files in the folder. Else those of an earlier run are moved to
-            `earlier/<number>` within it.
+        resume: Go on with the files in the folder.
 
     Raises:
         ConfigError: The folder cannot be written, or a backend is not installed or does not start.
@@ -69,8 +64,6 @@ class RunLog:
         self._warned: set[str] = set()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not resume:
-                _set_aside(folder)
             self._files["metrics.jsonl"] = JsonLines(folder / "metrics.jsonl")
             self._files["metrics.log"] = _TextLog(folder / "metrics.log")
             if "tensorboard" in backends:
@@ -117,19 +110,6 @@ class RunLog:
                 log.warning("%s cannot be written: %s; the run goes on", name, error)
             return False
         return True
-
-
-def _set_aside(folder: Path) -> None:
-    """Move what an earlier run has written out of the way: two runs make no curve."""
-    names = ("metrics.jsonl", "metrics.log", "tensorboard", _WANDB_ID)
-    left = [folder / name for name in names]
-    left = [path for path in left if path.is_file() or path.is_dir()]  # no device, such as /dev/null
-    if left:
-        paths = (folder / _EARLIER / str(number) for number in itertools.count(1))
-        place = next(path for path in paths if not path.exists())
-        place.mkdir(parents=True)
-        for path in left:
-            path.rename(place / path.name)
 
 
 def finite(metrics: Metrics) -> Metrics:
