@@ -59,5 +59,5 @@ def test_a_run_that_never_came_up_leaves_the_folder_as_it_was(tmp_path: Path) ->
 
 def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="runner.logger"):
+    with pytest.raises(ConfigError, match=r"runner\.logger"):
         RunFolder(tmp_path / "file" / "run", resumed=False)
