@@ -27,7 +27,7 @@ rollout:
 
 `section.key=value` on the command line overrides the file. An unknown key, a wrong type or an impossible
 value is an error that names the key. Paths are relative to the current folder. The run folder of
-`bin/evaluate` has a `config.yaml` with all keys as they were in force.
+`bin/train` and `bin/evaluate` has a `config.yaml` with all keys as they were in force.
 """
 
 

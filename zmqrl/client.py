@@ -86,6 +86,7 @@ class PolicyClient:
         self._next_id = 1
         self._closed = False
         self._owner: Optional[int] = None  # the thread that is in a call
+        self._rows = None if envs is None else int(getattr(envs, "num_envs", 1))
         self._recording: Optional[Recording] = None
         self._latest: Dict[int, Pending] = {}  # by pipeline stage: what `record` is about
         self._record_to: Optional[Dict[str, Any]] = None
@@ -172,10 +173,17 @@ class PolicyClient:
             EncodeError, ClientInUse, ClientClosed: At once.
             LearnerUnreachable, LearnerTimeout, LearnerRefused: With a learner, which lets trajectories
                 begin when it wants more: at the latest after `timeout`.
+            TrainingEnded: It wants no more.
+            ValueError: The rows are not those of `envs`.
         """
         chosen = self.mode if mode is None else _checked_mode(mode)
         seconds = self.timeout if timeout is None else _checked_timeout(timeout)
         rows = rows_of(observation)
+        if self._rows is not None and rows != self._rows and not policy:
+            raise ValueError(
+                f"the observation has {rows} rows, but envs has {self._rows} simulators; infer_one() "
+                "takes an observation that has no batch axis"
+            )
         if rows == 0:
             raise EncodeError("the observation has no rows: there is nothing to act on")
         encoded = encode(observation, copy)

@@ -77,6 +77,10 @@ class LearnerTimeout(ClientError, TimeoutError):
     """Raised when the learner held a new trajectory back until the timeout."""
 
 
+class TrainingEnded(ClientError):
+    """Raised when the learner has learned all that it was to learn, and lets no trajectory begin."""
+
+
 class LearnerRefused(ClientError):
     """Raised when the learner refuses this client, for its spaces or its name; says why."""
 

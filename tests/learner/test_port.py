@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import zmq
@@ -29,6 +30,7 @@ from zmqrl.errors import (
     LearnerTimeout,
     LearnerUnreachable,
     RunFailed,
+    TrainingEnded,
 )
 from zmqrl.learner import service, shared
 from zmqrl.learner.gate import Gate
@@ -141,6 +143,13 @@ def impatient(monkeypatch):
     """Silence counts sooner."""
     monkeypatch.setattr(uplink, "_REBUILD_AFTER", 0.3)
     monkeypatch.setattr(uplink, "_ASK_EVERY", 0.1)
+
+
+class Shut(Gate):
+    """Lets nothing begin."""
+
+    def may_begin(self, progress, env_steps):
+        return False
 
 
 class Stranger:
@@ -985,8 +994,29 @@ def test_without_a_learner_the_error_names_its_address_within_the_timeout(endpoi
         assert 0.3 <= time.monotonic() - begin < 3.0
 
 
+def test_the_end_of_a_training_is_told_at_once_and_what_is_under_way_still_arrives(learner, env):
+    port = learner()
+    sender = env()
+    sender.play(1).wait_until_acknowledged()
+    port.close_gate()
+    with pytest.raises(TrainingEnded, match="come to its end"):
+        sender.play(3, timeout=10.0)
+    sender.wait_until_acknowledged()
+    assert len(take(port, sender.recording.sent)) == sender.recording.sent
+
+
+def test_a_batch_that_is_not_that_of_the_envs_is_refused_before_anything_is_sent(endpoint):
+    single = gymnasium.make("CartPole-v1")
+    observation, _ = single.reset(seed=0)
+    with (
+        PolicyClient("tcp://127.0.0.1:1", learner=endpoint, envs=single) as policy,
+        pytest.raises(ValueError, match=r"4 rows, but envs has 1.*infer_one"),
+    ):
+        policy.infer(observation)
+
+
 def test_a_learner_that_lets_nothing_begin_is_named_at_the_timeout(learner, endpoint):
-    learner().close_gate()
+    learner(gate=Shut())
     with PolicyClient("tcp://127.0.0.1:1", learner=endpoint, action_space=ACTIONS) as policy:
         begin = time.monotonic()
         with pytest.raises(LearnerTimeout, match=f"{endpoint}.*catch up"):
@@ -1035,7 +1065,7 @@ def test_after_a_fork_the_child_records_under_a_name_of_its_own(pool: Pool, lear
 def test_in_normal_mode_a_client_that_has_to_wait_for_the_learner_holds_nobody_up(
     pool: Pool, learner, endpoint
 ):
-    learner().close_gate()
+    learner(gate=Shut())
     pool.start_broker(decoupled=False)
     pool.start_worker(0, "Balance", world_size=1)
     pool.wait_for_workers(1)

@@ -144,6 +144,7 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
     assert scalars(tmp_path)["a"] == [(100, 100.0), (200, 201.0), (250, 251.0)]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.log"])
 def test_a_full_disk_is_reported_once_and_the_run_goes_on(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

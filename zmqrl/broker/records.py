@@ -141,8 +141,12 @@ class Introduction:
         """
         said = fields.get("role", role)
         if said != role:
-            right = "broker.frontend" if said == "client" else "broker.backend"
-            raise DecodeError(f"HELLO: this socket is for {role}s; a {said} connects to {right}")
+            places = {"client": "broker.frontend", "worker": "broker.backend", "env": "actor.endpoint"}
+            right = places.get(str(said), "another one")
+            what = "what records for a learner" if said == "env" else f"a {said}"
+            raise DecodeError(
+                f"HELLO: this socket is for a broker's {role}s; {what} connects to {right}"
+            )
         name, host = fields.get("name"), fields.get("host", "")
         if not isinstance(name, str) or not 0 < len(name) <= 200:
             raise DecodeError("HELLO: name must be a str of 1 to 200 characters")

@@ -18,7 +18,7 @@ from zmqrl.env.making import make_shard
 from zmqrl.env.orders import Order, Orders
 from zmqrl.env.rewards import RewardRequests
 from zmqrl.env.stage import Stage
-from zmqrl.errors import EnvironmentFailure
+from zmqrl.errors import EnvironmentFailure, TrainingEnded
 from zmqrl.process import StopSignal
 from zmqrl.recording import Recording
 from zmqrl.telemetry.report import Report, Reporter
@@ -184,12 +184,19 @@ class EnvWorker:
         if self._recording is not None:
             self._recording.asked(stage.index, observation)
             self._check_dropped(stage)
-            if not self._recording.may_begin(stage.index):
+            if not self._may_begin(stage):
                 stage.held_since = time.monotonic()
                 # In normal mode others must not wait at a barrier for what may not be asked.
                 self._client.rest(stage.index)
                 return
         self._ask(stage)
+
+    def _may_begin(self, stage: Stage) -> bool:
+        assert self._recording is not None
+        try:
+            return self._recording.may_begin(stage.index)
+        except TrainingEnded:
+            return False  # whoever started this worker stops it, too
 
     def _ask(self, stage: Stage) -> None:
         stage.sent = time.monotonic()
@@ -203,7 +210,7 @@ class EnvWorker:
         assert self._recording is not None
         assert stage.held_since is not None
         others = any(other.pending is not None for other in self._stages)
-        may_begin = self._recording.may_begin(stage.index)
+        may_begin = self._may_begin(stage)
         if not may_begin:
             self._recording.wait(0.0 if others else _LOOK_EVERY)
         now = time.monotonic()

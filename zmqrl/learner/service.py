@@ -97,6 +97,7 @@ class Service:
         self._shared = shared
         self._questions: dict[tuple[bytes, int], _Question] = {}
         self._wants: dict[bytes, _Want] = {}
+        self._told: set[bytes] = set()  # who knows that the training has ended
         self._owed: dict[bytes, Sender] = {}
         self._early: dict[bytes, tuple[Header, list[Any]]] = {}
         """HELLOs that came before the books were open."""
@@ -309,6 +310,7 @@ class Service:
         now = time.monotonic()
         shared, ledger = self._shared, self._shared.ledger
         if shared.closed:
+            self._say_that_it_ended()
             return
         for key, question in list(self._questions.items()):
             if not self._gate.may_begin(shared.progress(now), question.env_steps):
@@ -319,6 +321,13 @@ class Service:
                 stage, request_id = question.stage, question.request_id
                 ledger.begun(sender, stage, request_id, question.env_steps, shared.versions, now)
                 self._go(question.peer, stage, request_id)
+
+    def _say_that_it_ended(self) -> None:
+        """Tell every sender once: none must wait for a leave that will not come."""
+        fields = {"code": "ended", "message": "the training has come to its end"}
+        for peer in [peer for peer in self._shared.ledger.senders if peer not in self._told]:
+            self._told.add(peer)
+            self._send(peer, [Header(Op.ERROR).pack() + encode_meta(fields)])
 
     def _acknowledge(self) -> None:
         if self._shared.is_full():

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Set, Tuple
 
 import zmq
 
-from zmqrl.errors import DecodeError, EncodeError, LearnerRefused, VersionMismatch
+from zmqrl.errors import DecodeError, EncodeError, LearnerRefused, TrainingEnded, VersionMismatch
 from zmqrl.spaces import Spaces
 from zmqrl.trajectory import Trajectory
 from zmqrl.transport import sockets
@@ -56,6 +56,7 @@ class Uplink:
         self._asked: Dict[int, Tuple[int, int]] = {}  # by stage: number and env steps of a question
         self._may: Set[int] = set()  # stages that may begin
         self._questions = 0
+        self._ended = ""  # what the learner said when it had learned enough
         self._hellos = 0
         self._welcomed = 0  # the last HELLO that was answered
         self._sent_before_hello = 0  # the number of the last trajectory that was
@@ -109,9 +110,12 @@ class Uplink:
             env_steps: That the trajectory will have.
 
         Raises:
+            TrainingEnded: It wants no more from anybody.
             LearnerRefused: It wants nothing from this client.
         """
         self.service()
+        if self._ended:
+            raise TrainingEnded(self._ended)
         if len(self._unacknowledged) >= MOST_UNACKNOWLEDGED:
             return False
         if stage not in self._may and stage not in self._asked:
@@ -247,7 +251,11 @@ class Uplink:
         elif header.op == Op.WELCOME:
             self._welcome(header.request_id, decode_meta(first[HEADER_SIZE:]))
         elif header.op == Op.ERROR:
-            message = decode_meta(first[HEADER_SIZE:]).get("message")
+            fields = decode_meta(first[HEADER_SIZE:])
+            message = fields.get("message")
+            if fields.get("code") == "ended":
+                self._ended = f"{self.endpoint}: {message}"
+                return
             raise LearnerRefused(f"the learner at {self.endpoint} refuses {self._name}: {message}")
 
     def _welcome(self, hello: int, fields: Dict[str, Any]) -> None:

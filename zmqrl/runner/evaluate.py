@@ -13,7 +13,7 @@ from rich.console import Console
 from zmqrl import config as configuration
 from zmqrl.broker.status import StatusClient
 from zmqrl.config import Config
-from zmqrl.errors import ConfigError, RunFailed, StartupFailed
+from zmqrl.errors import CheckpointError, ConfigError, RunFailed, StartupFailed
 from zmqrl.process import StopSignal
 from zmqrl.runner.endpoints import local_endpoints
 from zmqrl.runner.launcher import Child, Launcher
@@ -46,6 +46,13 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
         raise ConfigError(
             "rollout.policy is not set: which policy acts? (module:factory, or runner.ckpt_path)"
         )
+    if config.runner.ckpt_path is not None:
+        from zmqrl.learner import checkpoint
+
+        try:
+            checkpoint.find(Path(config.runner.ckpt_path))
+        except CheckpointError as error:
+            raise ConfigError(f"runner.ckpt_path: {error}") from None
     if config.env.id is None and config.env.factory is None:
         raise ConfigError("env.id is not set: which simulator? (a Gymnasium id, or env.factory)")
     began = time.monotonic()

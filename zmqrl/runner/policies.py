@@ -127,6 +127,7 @@ def _from_checkpoint(config: Config, path: Path) -> PolicyVersions:
         load(weights)
     except Exception as error:
         raise CheckpointError(f"the checkpoint {found} does not fit {name}: {error}") from error
+    log.info("the weights are version %d of %s", version, found)
     return PolicyVersions(policy, version=version)
 
 
