@@ -11,6 +11,7 @@ import pytest
 from conftest import TESTS
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_with_a_long_tail_the_shared_queue_is_half_as_fast_again_as_fixed_ranks(tmp_path: Path) -> None:
     result = tmp_path / "rows.json"

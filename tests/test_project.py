@@ -163,6 +163,7 @@ print(sorted(loaded))
     assert "zmqrl[env]" in refused.stderr
 
 
+@pytest.mark.alone
 def test_importing_the_client_takes_little_more_than_numpy_and_zmq() -> None:
     def seconds(statement: str) -> float:
         begin = time.perf_counter()

@@ -363,6 +363,7 @@ def test_replies_that_nobody_reads_do_not_pile_up_in_the_broker(pool: Pool) -> N
     deaf.close(0)
 
 
+@pytest.mark.alone
 def test_a_client_that_never_reads_does_not_slow_the_others(pool: Pool) -> None:
     pool.start()
     deaf = zmq.Context.instance().socket(zmq.DEALER)
@@ -451,6 +452,7 @@ def test_in_normal_mode_a_lost_rollout_workers_envs_move_to_the_live_one(pool: P
     assert pending[0].result()["rows"].tolist() == [4]
 
 
+@pytest.mark.alone
 def test_sixty_four_clients_fill_batches_and_share_two_workers(pool: Pool) -> None:
     pool.start(workers=2, seconds=0.005)
     clients = [pool.client() for _ in range(64)]

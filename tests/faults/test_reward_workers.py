@@ -147,6 +147,7 @@ def test_an_episode_that_is_cut_off_has_its_reward_too(pool: Pool, learner: Lear
         np.testing.assert_array_equal(trajectory.reward, rewards)
 
 
+@pytest.mark.alone
 def test_a_slow_reward_model_does_not_slow_the_actions_down(pool: Pool, learner: Learner) -> None:
     start(pool, seconds=0.5)
     # An episode takes 0.6 s, so the model can keep pace; but nobody waits for it.

@@ -91,6 +91,7 @@ def evaluated() -> Iterator[Training]:
         yield run
 
 
+@pytest.mark.alone
 def test_an_evaluation_keeps_to_one_version_while_others_are_published(evaluated: Training) -> None:
     evaluations = [record for record in evaluated.records() if "eval/return" in record]
     for record in evaluations:
@@ -101,6 +102,7 @@ def test_an_evaluation_keeps_to_one_version_while_others_are_published(evaluated
     assert first["policy_version"] > first["eval/policy_version"] + 100, "weights went on"
 
 
+@pytest.mark.alone
 def test_training_keeps_its_pace_during_an_evaluation(evaluated: Training) -> None:
     records = evaluated.records()
     evaluation = next(record for record in records if "eval/return" in record)
