@@ -282,15 +282,25 @@ class PoolMachine(RuleBasedStateMachine):
         self.turn(100.0)
 
     def turn(self, seconds):
-        waiting_clients = len(self.pool.status["clients"])
+        sharers = {policy: self.most_that_share(policy) for policy in POLICIES}
         self.pool.turn(seconds)
         live = [w["policy"] for w in self.pool.status["workers"] if w["state"] != "stuck"]
-        # A named policy counts only those who have asked for it, so this is more than its cap.
         self.caps = {
-            policy: self.queue_size or max(1, -(-waiting_clients // max(1, live.count(policy))))
+            policy: self.queue_size or max(1, -(-sharers[policy] // max(1, live.count(policy))))
             for policy in POLICIES
         }
         self.collect()
+
+    def most_that_share(self, policy):
+        """What the automatic cap divides by the workers, or more than that.
+
+        A named policy counts only those clients who have asked for it, or the requests that wait.
+        """
+        status = self.pool.status
+        if not policy:
+            return len(status["clients"])
+        owed = sum(o.policy == policy for client in self.all_clients for o in client.owed.values())
+        return max(len(status["clients"]), status["queues"].get(policy, 0) + owed)
 
     def collect(self):
         """Check all that was sent against what is owed."""
