@@ -1,0 +1,49 @@
+"""Shows the rows of a bench while they come in, and all of them as a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+
+class Table:
+    """Prints rows.
+
+    Args:
+        columns: The keys that are shown, in this order.
+    """
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._columns = columns
+        self._rows: list[dict[str, Any]] = []
+        self._console = Console()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Say in a line that a row has come in; the whole table comes at the end."""
+        self._rows.append(row)
+        words = [f"{key} {_text(row.get(key))}" for key in self._columns[1:]]
+        self._console.print(f"{row[self._columns[0]]}: {', '.join(words)}", style="dim", markup=False)
+
+    def end(self) -> None:
+        """Print the table."""
+        table = RichTable(box=box.SIMPLE_HEAD)
+        for index, column in enumerate(self._columns):
+            table.add_column(column, justify="left" if index == 0 else "right")
+        for row in self._rows:
+            style = None if row.get("ok", True) else "bold red"
+            table.add_row(*(_text(row.get(key)) for key in self._columns), style=style)
+        self._console.print(table)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "ok" if value else "FAILED"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)
