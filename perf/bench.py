@@ -1,8 +1,8 @@
 """`bin/bench NAME`: puts the pool to the test, with real processes, and prints a table.
 
-Each bench is a module beside this one. It has `ABOUT`, a line for --help; `COLUMNS`, the keys of its rows
-that the table shows; `arguments(parser)`, which adds its options; and `run(options)`, which yields the
-rows as they are measured. A row with `ok: False` makes the command end with 1.
+Each bench is a module beside this one. It has `ABOUT`, a line for --help; `COLUMNS`, the keys of its
+rows that the table shows; `arguments(parser)`, which adds its options; and `run(options)`, which yields
+the rows as they are measured. A row with `ok: False` makes the command end with 1.
 """
 
 from __future__ import annotations

@@ -11,25 +11,38 @@ from gymnasium import spaces
 
 
 class Counter(gymnasium.Env[np.ndarray, int]):
-    """An episode of `length` steps; row 0 of the observation counts them."""
+    """An episode of `length` steps; row 0 of the observation counts them.
+
+    It can be made to raise or hang in a step of an episode, or to hang in its nth reset.
+    """
 
     observation_space = spaces.Box(-1e9, 1e9, (2,), np.float32)
     action_space = spaces.Discrete(2)
 
-    def __init__(self, length: int = 10, raise_at: int = -1, hang_at: int = -1) -> None:
-        self.length, self.raise_at, self.hang_at = length, raise_at, hang_at
-        self.steps = 0
+    def __init__(
+        self,
+        length: int = 10,
+        raise_at: int = -1,
+        hang_in_step_at: int = -1,
+        hang_in_reset_at: int = -1,
+    ) -> None:
+        self.length, self.raise_at = length, raise_at
+        self.hang_in_step_at, self.hang_in_reset_at = hang_in_step_at, hang_in_reset_at
+        self.steps = self.resets = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         self.steps = 0
+        self.resets += 1
+        if self.resets == self.hang_in_reset_at:
+            time.sleep(600)
         return np.zeros(2, np.float32), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.steps += 1
         if self.steps == self.raise_at:
             raise ArithmeticError(f"the simulator exploded at step {self.steps}")
-        if self.steps == self.hang_at:
+        if self.steps == self.hang_in_step_at:
             time.sleep(600)
         done = self.steps >= self.length
         return np.full(2, self.steps, np.float32), 1.0, done, False, {"success": done}
@@ -50,4 +63,4 @@ def second_hangs(**kwargs: Any) -> Counter:
     """In each process, the first env is good and the second hangs in its third step."""
     global _made
     _made += 1
-    return Counter(hang_at=3 if _made == 2 else -1, **kwargs)
+    return Counter(hang_in_step_at=3 if _made == 2 else -1, **kwargs)

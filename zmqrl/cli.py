@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -23,6 +24,9 @@ _EXTRAS = {
     "tensorboard": "train",
 }
 """What brings a module that is missing."""
+
+_STATUS_TIMEOUT = 5.0
+"""Seconds."""
 
 _OVERRIDES = "configuration keys to override, such as rollout.rollout_queue_size=4"
 
@@ -106,6 +110,12 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = add("evaluate", _evaluate, "Run broker, rollout and env workers here, and evaluate.")
     evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the metrics to FILE")
+
+    status = add("status", _status, "Show who is connected to a broker, what each does, and what waits.")
+    status.add_argument(
+        "--broker", metavar="ADDRESS", help="its frontend, in place of the configured one"
+    )
+    status.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -298,6 +308,31 @@ def _evaluate(options: argparse.Namespace) -> int:
     stop = StopSignal(patience_s=30)  # the launcher itself bounds its children's end
     evaluate(loaded, Console(), stop.install(), options.json)
     return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from zmqrl import config
+    from zmqrl.broker.status import StatusClient
+    from zmqrl.telemetry.pool_view import pool_view, problems_of
+    from zmqrl.transport import sockets
+
+    loaded = config.load(options.config, options.overrides)
+    endpoint = options.broker or loaded.broker.frontend or sockets.local_endpoint("frontend")
+    client = StatusClient(endpoint)
+    try:
+        status = client.ask(_STATUS_TIMEOUT)
+    finally:
+        client.close()
+    if status is None:
+        return _fail(f"no broker answers at {endpoint}; is one running there (bin/start-broker)?", 1)
+    problems = problems_of(status)
+    if options.json:
+        print(json.dumps({"broker": endpoint, "problems": problems, **status}, indent=2))
+    else:
+        Console().print(pool_view(endpoint, status, problems))
+    return 0 if status["workers"] else 1
 
 
 def _check_json_file(file: Path | None) -> None:

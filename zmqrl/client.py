@@ -282,6 +282,20 @@ class PolicyClient:
         with self._exclusive() as connection:
             connection.rest(stage)
 
+    def phase(self, name: str) -> None:
+        """Tell the status of the pool what this client does from now on, until its next request.
+
+        A client that says nothing is taken to `step` its simulators once it has its actions. What takes
+        long, or may get stuck, deserves a name: `reset`, for instance.
+
+        Args:
+            name: 1 to 50 characters.
+        """
+        if not 0 < len(name) <= 50:
+            raise ValueError(f"a phase has a name of 1 to 50 characters, not {name!r}")
+        with self._exclusive() as connection:
+            connection.phase(name)
+
     def close(self) -> None:
         """Say goodbye and close the socket; pending requests end in `ClientClosed`.
 

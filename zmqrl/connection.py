@@ -138,6 +138,10 @@ class Connection:
         self._resting.add(stage)
         self._send_frames([Header(Op.REST, stage=stage).pack()])
 
+    def phase(self, phase: str) -> None:
+        """Say what this client does until its next request."""
+        self._send_frames([Header(Op.PHASE).pack() + encode_meta({"phase": phase})])
+
     def close(self, error: ClientError) -> None:
         """Say goodbye; what is open ends in `error`."""
         for request in list(self.requests.values()):

@@ -6,7 +6,7 @@ from typing import Any
 
 from zmqrl.broker import pool as words
 from zmqrl.broker.pool import Pool
-from zmqrl.broker.records import Client, Introduction
+from zmqrl.broker.records import MAX_PHASE, REST, Client, Introduction
 from zmqrl.errors import DecodeError
 from zmqrl.transport.codec import decode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op
@@ -34,7 +34,7 @@ class ClientLeg:
         if op == Op.HELLO:
             self._hello(peer, client, decode_meta(message[0][HEADER_SIZE:]))
             return
-        if op not in (Op.INFER, Op.KNOWN, Op.CANCEL, Op.REST, Op.BYE):
+        if op not in (Op.INFER, Op.KNOWN, Op.CANCEL, Op.REST, Op.PHASE, Op.BYE):
             raise DecodeError(f"op {op} has no meaning from a client")
         if client is None:
             if op in (Op.INFER, Op.KNOWN):
@@ -48,6 +48,9 @@ class ClientLeg:
             self.forget(client)
         elif op == Op.REST:
             client.modes[header.stage] = None
+            client.enters(REST, pool.now)
+        elif op == Op.PHASE:
+            client.enters(_phase_of(decode_meta(message[0][HEADER_SIZE:])), pool.now)
         elif op == Op.CANCEL:
             if request_id in client.requests:
                 pool.cancel(client.requests[request_id])
@@ -84,6 +87,7 @@ class ClientLeg:
                 since=pool.now,
                 heard=pool.now,
                 eval=hello.eval,
+                phase_since=pool.now,
             )
             pool.clients[peer] = pool.names[hello.name] = client
             pool.policies.default.peers.add_client(client)
@@ -131,3 +135,10 @@ class ClientLeg:
             pool.to_clients.append((client.peer, error))
             return
         pool.open(client, header, message, size)
+
+
+def _phase_of(fields: dict[str, Any]) -> str:
+    phase = fields.get("phase")
+    if not isinstance(phase, str) or not 0 < len(phase) <= MAX_PHASE:
+        raise DecodeError(f"PHASE: phase must be a str of 1 to {MAX_PHASE} characters")
+    return phase

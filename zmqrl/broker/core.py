@@ -23,6 +23,7 @@ The rules, in the order in which they matter:
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import asdict
 from typing import Any
 
@@ -40,6 +41,9 @@ TICK = 0.25
 _PROBE_BUSY_AFTER = 0.25
 _PROBE_SILENT_AFTER = 3.0
 _PAUSE = 1.0
+
+_MAX_SHOWN = 1000
+"""Clients in the status, which has to fit into a message: those that are in one state for longest."""
 
 
 class Broker:
@@ -203,6 +207,8 @@ class Broker:
     def status(self) -> dict[str, Any]:
         """Counters, and every peer with what it does; numbers, str and lists only."""
         pool = self._pool
+        oldest = next(iter(pool.requests.values()), None)
+        longest = heapq.nsmallest(_MAX_SHOWN, pool.clients.values(), lambda client: client.doing()[1])
         return {
             "epoch": pool.epoch,
             "decoupled": pool.options.decoupled,
@@ -210,6 +216,7 @@ class Broker:
             "counters": asdict(pool.counters),
             "open_requests": len(pool.requests),
             "open_bytes": pool.open_bytes,
+            "oldest_request_s": pool.now - oldest.arrived if oldest else 0.0,
             "queues": pool.policies.waiting(),
             "workers": [
                 {
@@ -219,20 +226,24 @@ class Broker:
                     "pid": worker.pid,
                     "state": _state_of(worker),
                     "state_s": pool.now - worker.changed,
+                    "since_s": pool.now - worker.since,
                     "shards": 0 if worker.batch is None else len(worker.batch.requests),
                 }
                 for worker in pool.workers.values()
             ],
             "totals": {name: asdict(totals) for name, totals in pool.totals.items()},
+            "clients_connected": len(pool.clients),
             "clients": [
                 {
                     "name": client.name,
                     "host": client.host,
                     "pid": client.pid,
+                    "state": client.doing()[0],
+                    "state_s": pool.now - client.doing()[1],
                     "open_requests": len(client.requests),
                     "silent_s": pool.now - client.heard,
                 }
-                for client in pool.clients.values()
+                for client in longest
             ],
         }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zmqrl.broker.policies import Policies, Policy
-from zmqrl.broker.records import Client, Counters, Request, State, Worker, WorkerTotals
+from zmqrl.broker.records import STEP, Client, Counters, Request, State, Worker, WorkerTotals
 from zmqrl.broker.scheduling import Limits
 from zmqrl.transport.codec import encode_meta
 from zmqrl.transport.header import FLAG_EVAL, Header, Op
@@ -90,6 +90,7 @@ class Pool:
         self.open_bytes += size
         client.open_bytes += size
         client.requests[request.request_id] = request
+        client.phase = STEP  # once it has the reply
         self.counters.requests += 1
         request.policy.schedule.add(request)
 
@@ -121,6 +122,8 @@ class Pool:
         request.client.open_bytes -= request.size
         del self.requests[request.slot]
         del request.client.requests[request.request_id]
+        if request.client.phase == STEP:
+            request.client.phase_since = self.now
 
     def explain(self, request: Request) -> str:
         """Where a request is, for its client to read."""

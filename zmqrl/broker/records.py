@@ -12,6 +12,18 @@ if TYPE_CHECKING:
     from zmqrl.broker.policies import Policy
 
 
+WAIT = "wait"
+"""What a client does that has a request open."""
+
+STEP = "step"
+"""What a client does that has its actions."""
+
+REST = "rest"
+"""What a client does that has said that it asks no more for now."""
+
+MAX_PHASE = 50
+
+
 class State(Enum):
     """Where a request is."""
 
@@ -39,9 +51,22 @@ class Client:
     requests: dict[int, Request] = field(default_factory=dict)
     """Its open requests by request id."""
     open_bytes: int = 0
+    phase: str = "connected"
+    """What it does while it has no request open."""
+    phase_since: float = 0.0
     modes: dict[int, bool | None] = field(default_factory=dict)
     """Normal mode: per pipeline stage, whether its latest request for the default policy was an eval
     one; None while the stage rests."""
+
+    def enters(self, phase: str, now: float) -> None:
+        """Note what it does from now on."""
+        self.phase, self.phase_since = phase, now
+
+    def doing(self) -> tuple[str, float]:
+        """What it does, and since when: what it has said that it does, else it waits or steps."""
+        if self.requests and self.phase in (STEP, REST):
+            return WAIT, next(iter(self.requests.values())).arrived
+        return self.phase, self.phase_since
 
 
 @dataclass(slots=True, eq=False)

@@ -91,6 +91,7 @@ class ShardEnv:
         autoreset_mode: How the vector env begins the next episode of a row.
         seeds_every_episode: Whether each episode begins with its seed. A vector env that resets by
             itself takes seeds in `reset` only.
+        before_reset: Called before rows are reset here.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class ShardEnv:
             vector_env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         )
         self.seeds_every_episode = self.autoreset_mode is AutoresetMode.DISABLED
+        self.before_reset: Callable[[], None] = lambda: None
         self._vector_env = vector_env
         self._base: Any = vector_env.unwrapped
         self._seed_of = seed_of
@@ -242,6 +244,7 @@ class ShardEnv:
 
     def _reset(self, rows: Rows, options: dict[str, Any] | None) -> Tree:
         seeds = self._draw_seeds(rows)
+        self.before_reset()
         with self._guard("reset"):
             observation, _ = self._vector_env.reset(seed=seeds, options=options)
             return self._tree(observation)

@@ -74,6 +74,8 @@ class EnvWorker:
             world_size=config.env_workers(mode),
             max_message_mb=config.broker.max_message_mb,
         )
+        for stage in self._stages:
+            stage.shard.before_reset = self._say_that_it_resets
         logger = config.runner.logger
         self._videos = Path(logger.log_path) / logger.experiment_name / "videos"
         self._version = 0  # that requests are pinned to; 0 for the newest
@@ -279,6 +281,10 @@ class EnvWorker:
         totals.reset_s += step.reset_seconds
         totals.resets += step.reset_seconds > 0
         self.report.ended = time.monotonic()
+
+    def _say_that_it_resets(self) -> None:
+        """Say so before, because a simulator that hangs says nothing more (a step needs no word)."""
+        self._client.phase("reset")
 
     def _delay(self) -> None:
         seconds = self._delays.sample(self.report.totals.shard_steps)

@@ -41,6 +41,7 @@ class Op(IntEnum):
     CANCEL = 19  # the client no longer wants the reply
     STATUS = 20  # anyone: how are you? broker: meta with counters and peers
     REST = 21  # the pipeline stage in the header asks no more for now; no barrier waits for it
+    PHASE = 22  # what the client does until its next request; meta: phase
 
     # Worker leg
     READY = 32  # the worker is idle; `number` is the last batch that it received
