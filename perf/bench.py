@@ -18,7 +18,7 @@ from rows import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-BENCHES = ("faults",)
+BENCHES = ("faults", "throughput", "soak")
 
 
 def main() -> int:

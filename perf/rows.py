@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ class Table:
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns = columns
         self._rows: list[dict[str, Any]] = []
-        self._console = Console()
+        # Without a terminal there is no width to keep to.
+        self._console = Console(width=None if sys.stdout.isatty() else 160)
 
     def add(self, row: dict[str, Any]) -> None:
         """Say in a line that a row has come in; the whole table comes at the end."""
@@ -32,7 +34,8 @@ class Table:
         """Print the table."""
         table = RichTable(box=box.SIMPLE_HEAD)
         for index, column in enumerate(self._columns):
-            table.add_column(column, justify="left" if index == 0 else "right")
+            words = column.replace("_", " ")
+            table.add_column(words, justify="left" if index == 0 else "right", overflow="fold")
         for row in self._rows:
             style = None if row.get("ok", True) else "bold red"
             table.add_row(*(_text(row.get(key)) for key in self._columns), style=style)
