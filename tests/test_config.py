@@ -132,3 +132,9 @@ def test_envs_are_shared_out_in_full_and_in_order() -> None:
 def test_without_a_number_each_worker_and_stage_gets_one_env() -> None:
     loaded = config.load(None, ["cluster.component_placement.env=0-4", "env.pipeline_stages=2"])
     assert loaded.total_envs("eval") == 10
+
+
+def test_one_client_may_fill_a_quarter_of_the_queue_unless_told_otherwise() -> None:
+    assert config.load(None, ["broker.max_queue_mb=100"]).broker.max_client_bytes == 25 << 20
+    both = config.load(None, ["broker.max_queue_mb=100", "broker.max_client_mb=60"])
+    assert both.broker.max_client_bytes == 60 << 20

@@ -142,7 +142,7 @@ def _start_broker(options: argparse.Namespace) -> int:
         max_open=broker.max_queue_messages,
         max_open_bytes=broker.max_queue_mb << 20,
         max_client_open=broker.max_client_messages,
-        max_client_bytes=broker.max_client_mb << 20,
+        max_client_bytes=broker.max_client_bytes,
     )
     server = BrokerServer(
         broker.frontend or sockets.local_endpoint("frontend"),

@@ -126,7 +126,7 @@ class ClientLeg:
         if size > most:
             raise DecodeError(
                 f"the request has {size / 2**20:.1f} MiB; broker.max_client_mb and max_queue_mb let "
-                f"{most >> 20} MiB in"
+                f"{most / 2**20:.2f} MiB in"
             )
         if pool.is_full(client, size):
             pool.counters.overloaded += 1

@@ -34,7 +34,9 @@ class BrokerConfig(Section):
     max_queue_messages: int = Field(100_000, ge=1, description="requests open at once")
     max_queue_mb: int = Field(4096, ge=1, description="mebibytes of open requests")
     max_client_messages: int = Field(128, ge=1, le=100_000, description="open at once, of one client")
-    max_client_mb: int = Field(1024, ge=1, description="mebibytes of open requests of one client")
+    max_client_mb: int = Field(
+        0, ge=0, description="the same of one client; 0: a quarter of max_queue_mb, so others have room"
+    )
     max_message_mb: int = Field(
         sockets.MAX_MESSAGE_MB,
         ge=1,
@@ -44,6 +46,11 @@ class BrokerConfig(Section):
     heartbeat_timeout_s: float = Field(
         sockets.HEARTBEAT_S, ge=0.5, le=600, description="silence after which a peer counts as gone"
     )
+
+    @property
+    def max_client_bytes(self) -> int:
+        """What open requests of one client may have, in bytes."""
+        return self.max_client_mb << 20 if self.max_client_mb else (self.max_queue_mb << 20) // 4
 
     @field_validator("frontend", "backend")
     @classmethod
