@@ -15,7 +15,7 @@ from zmqrl.broker.pool import Options
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE
 from zmqrl.transport.header import MAX_FRAMES, Op
-from zmqrl.transport.sockets import NOBLOCK, NOBLOCK_SNDMORE
+from zmqrl.transport.sockets import NOBLOCK
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class BrokerServer:
         lost_clients = False
         for peer, frames in to_clients:
             try:
-                _send_to(self._frontend, peer, frames)
+                sockets.send_to(self._frontend, peer, frames)
             except zmq.Again:
                 core.counters.dropped += 1  # it does not read; it will ask when it does
             except zmq.ZMQError as error:
@@ -163,7 +163,7 @@ class BrokerServer:
         lost = []
         for peer, frames in to_workers:
             try:
-                _send_to(self._backend, peer, frames)
+                sockets.send_to(self._backend, peer, frames)
             except zmq.Again:
                 if len(frames) > 1:
                     core.undelivered(peer)
@@ -179,12 +179,3 @@ class BrokerServer:
             for peer in lost:
                 core.worker_unreachable(peer)
         return bool(lost) or lost_clients
-
-
-def _send_to(socket: zmq.Socket[bytes], peer: bytes, frames: list[Any]) -> None:
-    # MANDATORY refuses at the identity frame or not at all, so no message is left half sent.
-    socket.send(peer, NOBLOCK_SNDMORE)
-    last = len(frames) - 1
-    for index, frame in enumerate(frames):
-        flags = NOBLOCK if index == last else NOBLOCK_SNDMORE
-        socket.send(frame, flags, copy=isinstance(frame, bytes))

@@ -197,11 +197,7 @@ class Service:
     def _send(self, peer: bytes, frames: list[Any]) -> bool:
         """Send without waiting for the peer; whether that was possible."""
         try:
-            self._socket.send(peer, sockets.NOBLOCK_SNDMORE)
-            last = len(frames) - 1
-            for index, frame in enumerate(frames):
-                flags = sockets.NOBLOCK if index == last else sockets.NOBLOCK_SNDMORE
-                self._socket.send(frame, flags, copy=index == 0)
+            sockets.send_to(self._socket, peer, frames)
         except zmq.Again:
             return False  # it does not read; it asks again when it does
         except zmq.ZMQError as error:

@@ -182,14 +182,8 @@ class Uplink:
 
     def _send(self, frames: List[Any]) -> None:
         """Send without waiting; what does not fit is sent again later, since nothing answers it."""
-        last = len(frames) - 1
-        index = 0
         try:
-            for index, frame in enumerate(frames):
-                flags = sockets.NOBLOCK if index == last else sockets.NOBLOCK_SNDMORE
-                self._socket.send(frame, flags, copy=index == 0)
-        except zmq.Again:
-            pass  # only the first frame can be refused, so no message is left half sent
+            sockets.send(self._socket, frames)
         except BaseException:
             # Ctrl-C between two frames: what is sent next would become part of this message.
             self._socket.close(0)

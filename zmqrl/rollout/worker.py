@@ -195,16 +195,9 @@ class RolloutWorker:
         self._send([Header(Op.HELLO).pack() + encode_meta(self._introduction)])
 
     def _send(self, frames: list[Any]) -> None:
+        """Send without waiting: a broker that is away takes the batch back, or asks to register."""
         self._spoke = time.monotonic()
-        last = len(frames) - 1
-        for index, frame in enumerate(frames):
-            flags = sockets.NOBLOCK if index == last else sockets.NOBLOCK_SNDMORE
-            try:
-                self._socket.send(frame, flags, copy=index < 2)
-            except zmq.Again:
-                if index == 0:
-                    return  # the broker is away; it takes the batch back, or asks to register again
-                raise
+        sockets.send(self._socket, frames, copied=2)
 
     # -- A batch
 

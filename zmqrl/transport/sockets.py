@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import tempfile
-from typing import IO, Any, Optional
+from typing import IO, Any, Optional, Sequence
 
 import zmq
 
@@ -111,6 +111,45 @@ def pull(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
     _bind(socket, endpoint)
     return socket
+
+
+def send(socket: zmq.Socket[bytes], frames: Sequence[Any], copied: int = 1) -> bool:
+    """Send a message without waiting for the peer.
+
+    Args:
+        socket: A DEALER.
+        frames: Of the message.
+        copied: How many of the first frames are copied, because they are small; the others must not
+            change until they are sent.
+
+    Returns:
+        Whether there was room for it; nothing of it was sent otherwise.
+    """
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        flags = NOBLOCK if index == last else NOBLOCK_SNDMORE
+        try:
+            socket.send(frame, flags, copy=index < copied)
+        except zmq.Again:
+            if index == 0:
+                return False
+            raise  # only the first frame can be refused
+    return True
+
+
+def send_to(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> None:
+    """Send a message through a ROUTER without waiting for the peer; what is not bytes is not copied.
+
+    Raises:
+        zmq.Again: It does not read, and there is no more room; nothing of the message was sent.
+        zmq.ZMQError: EHOSTUNREACH: it is gone.
+    """
+    # MANDATORY refuses at the identity frame or not at all, so no message is left half sent.
+    socket.send(peer, NOBLOCK_SNDMORE)
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        flags = NOBLOCK if index == last else NOBLOCK_SNDMORE
+        socket.send(frame, flags, copy=isinstance(frame, bytes))
 
 
 def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
