@@ -56,11 +56,30 @@ def fails_to_start() -> Counter:
     raise OSError("the renderer has no display")
 
 
+def asks() -> Counter:
+    input("proceed? ")
+    return Counter()
+
+
+def starts_for_ever() -> Counter:
+    time.sleep(600)
+    return Counter()
+
+
 _made = 0
 
 
 def second_hangs(**kwargs: Any) -> Counter:
     """In each process, the first env is good and the second hangs in its third step."""
+    return Counter(hang_in_step_at=3 if _is_second() else -1, **kwargs)
+
+
+def second_hangs_in_reset(**kwargs: Any) -> Counter:
+    """In each process, the first env is good and the second hangs when its second episode begins."""
+    return Counter(hang_in_reset_at=2 if _is_second() else -1, **kwargs)
+
+
+def _is_second() -> bool:
     global _made
     _made += 1
-    return Counter(hang_in_step_at=3 if _made == 2 else -1, **kwargs)
+    return _made == 2

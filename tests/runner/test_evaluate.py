@@ -2,75 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from conftest import TESTS, wait_for
+from runner.evaluation import POLICY, SIM, Run
 
-POLICY = f"rollout.policy={TESTS / 'policies.py'}:Balance"
-SIM = f"env.factory={TESTS / 'sims.py'}"
 BOTH_MODES = pytest.mark.parametrize("decoupled", [True, False])
-
-
-class Run:
-    """One `zmqrl evaluate` as a process."""
-
-    def __init__(self, folder: Path, *overrides: str, decoupled: bool = True, policy: str = POLICY):
-        self.json = folder / "result.json"
-        self.output = folder / "output.txt"
-        self._file = self.output.open("w")
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "zmqrl", "evaluate", f"--json={self.json}"),
-                f"runner.enable_decoupled_mode={str(decoupled).lower()}",
-                f"runner.logger.log_path={folder}",
-                policy,
-                *overrides,
-            ],
-            stdout=self._file,
-            stderr=subprocess.STDOUT,
-        )
-
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def wait(self, timeout: float = 50) -> int:
-        try:
-            return self.process.wait(timeout)
-        finally:
-            self.process.kill()
-            self._file.close()
-
-    def result(self) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads(self.json.read_text())
-        return result
-
-    def part(self, *words: str) -> psutil.Process:
-        """The process of a part, by words of its command line."""
-        for child in psutil.Process(self.process.pid).children():
-            with suppress(psutil.ZombieProcess):
-                if all(word in child.cmdline() for word in words):
-                    return child
-        raise LookupError(words)
-
-    def rollout(self, rank: int) -> psutil.Process:
-        return self.part("start-rollout-worker", str(rank))
-
-    def env(self, rank: int) -> psutil.Process:
-        return self.part("start-env-worker", str(rank))
-
-    def wait_until_it_steps(self) -> None:
-        wait_for(lambda: "evaluating" in self.text() or self.process.poll() is not None, "steps", 40)
-        assert self.process.poll() is None, self.text()
 
 
 @BOTH_MODES
@@ -170,6 +113,7 @@ def test_the_others_go_on_although_half_of_the_env_workers_are_killed(
     run = Run(
         folder,
         f"{SIM}:make",
+        "cluster.restart=never",
         "env.kwargs.length=150",
         "env.eval={total_num_envs: 4, rollout_epoch: 2}",
         "env.delay_sampler={type: constant, delay: 0.03}",
@@ -192,6 +136,7 @@ def test_a_run_that_breaks_off_still_writes_what_there_is(folder: Path, part: st
     run = Run(
         folder,
         f"{SIM}:make",
+        "cluster.restart=never",
         "env.eval={total_num_envs: 2, rollout_epoch: 1000}",
         "env.delay_sampler={type: constant, delay: 0.01}",
         "cluster.component_placement={env: 0-1, rollout: '0'}",
@@ -224,18 +169,20 @@ def test_pipeline_stages_of_different_length_end_without_waiting_for_each_other(
     assert result["broker/requests"] == result["broker/answered"]
 
 
-def test_an_env_worker_stuck_in_a_step_is_named_and_the_rest_is_counted(folder: Path) -> None:
+@pytest.mark.parametrize("where", ["second_hangs", "second_hangs_in_reset"])
+def test_an_env_worker_that_is_stuck_is_named_and_the_rest_is_counted(folder: Path, where: str) -> None:
     run = Run(
         folder,
-        f"{SIM}:second_hangs",
-        "env.eval.total_num_envs=3",  # the worker with two envs hangs in its third step
+        f"{SIM}:{where}",
+        "env.eval={total_num_envs: 3, rollout_epoch: 2}",  # the worker with two envs hangs
         "runner.stall_timeout_s=3",
         "cluster.component_placement={env: 0-1, rollout: '0'}",
     )
     assert run.wait() == 1
     assert run.result()["missing"] == "eval-0"
-    assert run.result()["eval/num_trajectories"] == 1
-    assert "eval-0 was silent for 3 s" in run.text()
+    assert run.result()["eval/num_trajectories"] >= 2
+    assert "eval-0 was silent for 3 s" in run.text().splitlines()[-1]
+    assert "restart" not in run.text(), "what hangs would hang again"
 
 
 def test_an_env_that_raises_ends_its_worker_and_the_text_names_it(folder: Path) -> None:
@@ -243,12 +190,15 @@ def test_an_env_that_raises_ends_its_worker_and_the_text_names_it(folder: Path) 
         folder,
         f"{SIM}:make",
         "env.kwargs={length: 50, raise_at: 37}",
+        "cluster.max_restarts=1",
         "env.eval.total_num_envs=1",
         "cluster.component_placement={env: '0', rollout: '0'}",
     )
     assert run.wait() == 1
-    assert "eval-0" in run.text().splitlines()[-1]
-    assert "exploded at step 37" in run.text().splitlines()[-1]
+    last = run.text().splitlines()[-1]
+    assert "eval-0" in last
+    assert "exploded at step 37" in last
+    assert "it was restarted 1 time in" in last
 
 
 @pytest.mark.parametrize(
@@ -258,6 +208,7 @@ def test_an_env_that_raises_ends_its_worker_and_the_text_names_it(folder: Path) 
         (["env.id=no_such_module:Env-v0"], "no_such_module"),
         ([f"{SIM}:fails_to_start"], "the renderer has no display"),
         ([f"{SIM}:no_such_name"], "no_such_name"),
+        ([f"{SIM}:asks"], "EOF when reading a line"),
         (["env.id=CartPole-v1", "rollout.policy=no_such_module:policy"], "no_such_module"),
         (
             ["env.id=CartPole-v1", f"rollout.policy={TESTS / 'policies.py'}:raises_at_once"],
@@ -278,6 +229,24 @@ def test_what_cannot_start_ends_the_run_with_its_cause(
     last = run.text().splitlines()[-1]
     assert last.startswith("error: "), run.text()
     assert any(word in run.text() for word in words.split("|")), run.text()
+    assert "restart" not in run.text(), run.text()
+
+
+def test_what_the_users_code_raises_at_start_up_is_shown_and_all_parts_end(folder: Path) -> None:
+    run = Run(folder, "env.id=CartPole-v1", f"rollout.policy={TESTS / 'policies.py'}:raises_at_once")
+    wait_for(lambda: "Traceback" in run.text() or run.process.poll() is not None, "the traceback")
+    with suppress(psutil.NoSuchProcess):
+        children = psutil.Process(run.process.pid).children(recursive=True)
+    assert run.wait() == 1
+    assert "Traceback" in run.text()
+    assert "no weights at model.pt" in run.text().splitlines()[-1]
+    wait_for(lambda: not any(child.is_running() for child in children), "the end of all parts", 3)
+
+
+def test_what_takes_for_ever_to_start_ends_the_run_within_its_time_limit(folder: Path) -> None:
+    run = Run(folder, f"{SIM}:starts_for_ever", "runner.startup_timeout_s=4")
+    assert run.wait(30) == 1
+    assert "runner.startup_timeout_s" in run.text().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

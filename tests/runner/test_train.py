@@ -205,7 +205,7 @@ def test_nothing_but_such_numbers_ends_the_run_with_the_cause(folder: Path) -> N
         COUNTS,
         LINE,
         "env.kwargs.nan_at=-1",
-        "env.max_restarts=0",
+        "cluster.max_restarts=0",
     )
     assert run.wait() == 1
     assert "5 trajectories had to be dropped" in run.text()
@@ -227,10 +227,10 @@ def test_a_simulator_that_raises_is_started_again(folder: Path) -> None:
 
 
 def test_a_simulator_that_always_raises_ends_the_run_with_the_cause(folder: Path) -> None:
-    run = Training(folder, *SMALL, COUNTS, LINE, "env.kwargs.raise_at=30", "env.max_restarts=1")
+    run = Training(folder, *SMALL, COUNTS, LINE, "env.kwargs.raise_at=30", "cluster.max_restarts=1")
     assert run.wait() == 1
     assert "exploded at step 30" in run.text()
-    assert "env.max_restarts" in run.text()
+    assert "cluster.max_restarts" in run.text()
 
 
 def test_a_learner_that_hangs_ends_the_run_with_its_name(folder: Path) -> None:

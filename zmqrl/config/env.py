@@ -109,7 +109,6 @@ class EnvConfig(Section):
     rescale_actions: bool = Field(False, description="map actions from [-1, 1] to the Box")
     success_key: str | None = Field(None, description="null: success, then is_success")
     torch_threads: int = Field(1, ge=1, description="of each env worker, if its simulator uses torch")
-    max_restarts: int = Field(3, ge=0, description="of an env worker whose simulator failed")
     request_timeout_s: PositiveSeconds = Field(300.0, description="for actions to come")
     delay_sampler: DelayConfig = DelayConfig()
     train: EnvModeConfig = EnvModeConfig()

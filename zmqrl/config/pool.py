@@ -213,9 +213,15 @@ class NetEmulationConfig(Section):
 
 
 class ClusterConfig(Section):
-    """How many workers there are, and how far apart."""
+    """How many workers there are, what becomes of lost ones, and how far apart they are."""
 
     component_placement: PlacementConfig = PlacementConfig()
+    restart: Literal["never", "on_failure"] = Field(
+        "on_failure", description="whether a part that was lost is started again"
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="of one part, unless it lived for ten minutes in between"
+    )
     net_emulation: NetEmulationConfig = NetEmulationConfig()
 
     @model_validator(mode="after")

@@ -16,7 +16,8 @@ from zmqrl.config import Config
 from zmqrl.errors import CheckpointError, ConfigError, RunFailed, StartupFailed
 from zmqrl.process import StopSignal
 from zmqrl.runner.endpoints import local_endpoints
-from zmqrl.runner.launcher import Child, Launcher
+from zmqrl.runner.supervisor import Kind, Part, Supervisor
+from zmqrl.telemetry.epochs import BrokerEpochs
 from zmqrl.telemetry.jsonl import JsonLines
 from zmqrl.telemetry.live import LiveLine
 from zmqrl.telemetry.metrics import EnvView, Metrics, episode_metrics, run_metrics
@@ -25,7 +26,8 @@ from zmqrl.telemetry.table import summary
 
 log = logging.getLogger(__name__)
 
-_BROKER = "broker"
+_ASK_EVERY = 0.5
+"""Seconds between two looks at the broker's counters, which are gone when it is killed."""
 
 
 def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path | None = None) -> None:
@@ -67,13 +69,15 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
     configuration.dump(config, folder / "config.yaml")
     with local_endpoints(config) as (complete, file):
         run = _Evaluation(complete, file, console, stop)
-        failure: RunFailed | None = None
+        failure: Exception | None = None
         try:
             run.run()
-        except RunFailed as error:
+        except (ConfigError, StartupFailed, RunFailed) as error:
             failure = error
         finally:
             run.close()
+    if failure is not None and not run.stepped:
+        raise failure
     metrics: Metrics = {**run.metrics(), "wall_s": time.monotonic() - began}
     lines.write(metrics)
     lines.close()
@@ -93,10 +97,8 @@ class _Evaluation:
     def __init__(self, config: Config, config_file: Path, console: Console, stop: StopSignal) -> None:
         assert config.runner.report is not None
         assert config.broker.frontend is not None
-        self.status: dict[str, Any] = {}
         self.problems: list[str] = []
         self._config = config
-        self._config_file = config_file
         self._stop = stop
         per_env = config.env.eval.rollout_epoch
         self.envs = [
@@ -105,9 +107,10 @@ class _Evaluation:
         ]
         self._collector = Collector(config.runner.report)
         self._broker = StatusClient(config.broker.frontend)
+        self._epochs = BrokerEpochs()
         self._live = LiveLine(console, sum(env.expected_episodes for env in self.envs))
-        self._launcher = Launcher(self._live.say)
-        self._began = time.monotonic()
+        self._parts = Supervisor(config, config_file, self._live.say, lambda: self.stepped)
+        self._began = self._asked = time.monotonic()
 
     def run(self) -> None:
         """Start everything and watch until every env worker has ended."""
@@ -118,20 +121,30 @@ class _Evaluation:
                     self.problems.append(f"stopped by {self._stop.reason}")
                     break
                 self._collect(0.2)
-                for child in self._launcher.exits():
-                    self._exited(child)
+                for part in self._parts.look():
+                    self._exited(part)
                 self._look_at_the_clock()
                 self._live.update(self.envs)
         finally:
-            self.status = self._broker.ask() or {}
+            self._epochs.take(self._broker.ask())
             self._collect(0.0)
 
     def close(self) -> None:
         """End all processes and free what this one holds."""
         self._live.close()
-        self._launcher.close(first=[env.name for env in self.envs])
+        self._parts.close(first=[Kind.EVAL])
         self._broker.close()
         self._collector.close()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether any simulator has made a step."""
+        return any(env.stepped() for env in self.envs)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Of the broker, over all its restarts."""
+        return self._epochs.status()
 
     def metrics(self) -> Metrics:
         """All metrics of the run."""
@@ -155,15 +168,14 @@ class _Evaluation:
         raise RunFailed(f"{sum(e.missing() for e in missing)} episodes are missing, of {whose}: {why}")
 
     def _start(self) -> None:
-        common = ["--config", str(self._config_file)]
-        self._launcher.start(_BROKER, ["start-broker", *common])
+        self._parts.start("broker", Kind.BROKER, "start-broker")
         for rank in range(self._config.rollout_workers):
-            self._launcher.start(
-                f"rollout-{rank}", ["start-rollout-worker", *common, "--rank", str(rank)]
+            self._parts.start(
+                f"rollout-{rank}", Kind.ROLLOUT, "start-rollout-worker", "--rank", str(rank)
             )
         for rank, env in enumerate(self.envs):
-            self._launcher.start(
-                env.name, ["start-env-worker", *common, "--rank", str(rank), "--mode", "eval"]
+            self._parts.start(
+                env.name, Kind.EVAL, "start-env-worker", "--rank", str(rank), "--mode", "eval"
             )
 
     def _collect(self, timeout: float) -> None:
@@ -171,53 +183,45 @@ class _Evaluation:
             if isinstance(report, Report) and report.rank < len(self.envs):
                 self.envs[report.rank].take(report, time.monotonic())
 
-    def _exited(self, child: Child) -> None:
+    def _exited(self, part: Part) -> None:
         """A process has ended: go on, give up on its episodes, or give up."""
         self._collect(0.0)  # its last report may be here
-        env = next((env for env in self.envs if env.name == child.name), None)
+        env = self._env_of(part)
         if env is not None and env.ended():
             return
-        self.problems.append(child.cause())
-        if env is not None:
-            if env.report is None and child.process.returncode > 0 and not self._stepping():
-                raise StartupFailed(child.cause())
-            env.gave_up = child.cause()
-            others = "; the others go on" if not all(env.ended() for env in self.envs) else ""
-            log.warning("%s%s", child.cause(), others)
-        elif child.name == _BROKER:
-            raise StartupFailed(child.cause()) if not self._stepping() else RunFailed(child.cause())
-        elif not self._stepping() and child.process.returncode > 0:
-            raise StartupFailed(child.cause())
-        elif not any(other.name.startswith("rollout-") for other in self._launcher.running()):
-            raise RunFailed(f"no rollout worker is left: {'; '.join(self.problems)}")
-        else:
-            log.warning("%s; the others take over its requests", child.cause())
+        try:
+            self._parts.lost(part)
+        except RunFailed as error:
+            if env is None:
+                raise
+            self._give_up(env, part, str(error))
 
     def _look_at_the_clock(self) -> None:
         """Give up on what does not come up, or has stopped to move."""
         now = time.monotonic()
-        deadline = self._began + self._config.runner.startup_timeout_s
-        for env in self.envs:
-            if env.ended():
-                continue
-            if env.report is None and now >= deadline:
-                self._give_up(env, f"did not come up within {self._config.runner.startup_timeout_s:g} s")
-            elif env.report is not None and now >= env.heard + self._config.runner.stall_timeout_s:
-                self._give_up(env, f"was silent for {self._config.runner.stall_timeout_s:g} s in a step")
-        if not self._stepping() and now >= deadline:
+        if now >= self._asked + _ASK_EVERY:
+            self._asked = now
+            self._epochs.take(self._broker.ask(0.2))
+        # Not started again: what hangs will most likely hang again, and each time takes so many seconds.
+        for part, why in self._parts.hanging({env.name: env.heard for env in self.envs}):
+            env = self._env_of(part)
+            if env is not None and not env.ended():
+                self._give_up(env, part, why)
+        limit = self._config.runner.startup_timeout_s
+        if not self.stepped and now >= self._began + limit:
             idle = self._broker.ask() or {}
             workers = len(idle.get("workers", []))
             raise StartupFailed(
-                f"nothing was stepped within runner.startup_timeout_s "
-                f"({self._config.runner.startup_timeout_s:g} s); {workers} of "
+                f"nothing was stepped within runner.startup_timeout_s ({limit:g} s); {workers} of "
                 f"{self._config.rollout_workers} rollout workers are connected"
             )
 
-    def _give_up(self, env: EnvView, why: str) -> None:
-        env.gave_up = why
-        self.problems.append(f"{env.name} {why}")
-        log.warning("%s %s; it is ended, the others go on", env.name, why)
-        self._launcher.kill(env.name)
+    def _env_of(self, part: Part) -> EnvView | None:
+        return next((env for env in self.envs if env.name == part.name), None)
 
-    def _stepping(self) -> bool:
-        return any(env.report is not None and env.report.ended is not None for env in self.envs)
+    def _give_up(self, env: EnvView, part: Part, why: str) -> None:
+        env.gave_up = why
+        self.problems.append(why)
+        self._parts.give_up(part)
+        others = "" if all(other.ended() for other in self.envs) else "; the others go on"
+        log.warning("%s%s", why, others)

@@ -18,7 +18,7 @@ from zmqrl.errors import CheckpointError, ConfigError, RunFailed, StartupFailed
 from zmqrl.process import StopSignal
 from zmqrl.runner.endpoints import local_endpoints
 from zmqrl.runner.folder import RunFolder
-from zmqrl.runner.launcher import Child, Launcher
+from zmqrl.runner.supervisor import Kind, Supervisor
 from zmqrl.telemetry import curve
 from zmqrl.telemetry.loggers import RunLog, finite
 from zmqrl.telemetry.metrics import EVALUATION, Metrics
@@ -33,9 +33,6 @@ _LOG_EVERY = 2.0
 
 _DRAW_EVERY = 30.0
 """Seconds between two drawings of the learning curve, which takes a moment."""
-
-_POOL_RESTARTS = 3
-"""How often a rollout or reward worker that was lost is started again."""
 
 
 def train(
@@ -110,10 +107,14 @@ def _train_in(
     if json_file is not None:
         json_file.write_text(json.dumps(finite(metrics), indent=2) + "\n", encoding="utf-8")
     console.print(f"{run.ending or 'broken off'}; written to {folder.path}", style="dim", markup=False)
+    go_on = f"go on with runner.resume_dir={folder.path}"
+    has_checkpoint = any(folder.path.glob("checkpoints/global_step_*/manifest.json"))
+    if isinstance(failure, RunFailed) and has_checkpoint:
+        raise RunFailed(f"{failure}; {go_on}")
     if failure is not None:
         raise failure
     if stop():
-        raise RunFailed(f"stopped by {stop.reason}; go on with runner.resume_dir={folder.path}")
+        raise RunFailed(f"stopped by {stop.reason}; {go_on}")
 
 
 def _check(config: Config, own_loop: bool) -> None:
@@ -177,7 +178,6 @@ class Training:
         self.ending = ""
         """Why the run ended, in words."""
         self._config = config
-        self._config_file = config_file
         self._folder = folder
         self._stop = stop
         self._files = files
@@ -188,13 +188,10 @@ class Training:
         self._warned = self._began
         self._first_share: float | None = None
         self._reached = 0
-        self._commands: dict[str, list[str]] = {}
-        self._launched: dict[str, float] = {}
-        self._restarts: dict[str, int] = {}
         self._collector = Collector(config.runner.report)
         self._broker = StatusClient(config.broker.frontend)
         self._view = TrainingView(console, config.runner.logger.experiment_name)
-        self._launcher = Launcher(self._view.say)
+        self._parts = Supervisor(config, config_file, self._view.say, self._progress.stepping)
 
     def run(self) -> None:
         """Start everything and watch until the run is over.
@@ -205,8 +202,9 @@ class Training:
         self._start()
         while not self._is_over():
             self._collect(0.2)
-            for child in self._launcher.exits():
-                self._exited(child)
+            for part in self._parts.look():
+                self._collect(0.0)  # its last report may be here
+                self._parts.lost(part)
             self._look_at_the_clock()
             self._show()
 
@@ -214,8 +212,7 @@ class Training:
         """End all processes, and free what this one holds."""
         self._progress.sample(self._broker.ask(0.5))
         # Env workers first: the learner is there for the last trajectories.
-        first = [name for name in self._launcher.children if name.startswith(("env-", "eval-"))]
-        self._launcher.close(first, meanwhile=lambda: self._collect(0.0))
+        self._parts.close(first=[Kind.ENV, Kind.EVAL], meanwhile=lambda: self._collect(0.0))
         self._collect(0.1)
         self._log(self.last_metrics())
         self._view.update(self.last_metrics(), None, None)
@@ -235,65 +232,28 @@ class Training:
     # -- The processes
 
     def _start(self) -> None:
-        config = self._config
-        self._launch("broker", "start-broker")
-        self._launch("learner", "start-learner")
+        config, start = self._config, self._parts.start
+        start("broker", Kind.BROKER, "start-broker")
+        start("learner", Kind.LEARNER, "start-learner")
         for rank in range(config.rollout_workers):
-            self._launch(f"rollout-{rank}", "start-rollout-worker", "--rank", str(rank))
+            start(f"rollout-{rank}", Kind.ROLLOUT, "start-rollout-worker", f"--rank={rank}")
         if config.reward.use_reward_model:
             for rank in range(config.cluster.component_placement.count("reward")):
-                self._launch(f"reward-{rank}", "start-reward-worker", "--rank", str(rank))
+                start(f"reward-{rank}", Kind.REWARD, "start-reward-worker", f"--rank={rank}")
         for rank in range(0 if self._own_loop else config.env_workers("train")):
-            self._launch(f"env-{rank}", "start-env-worker", "--mode=train", f"--rank={rank}")
+            start(f"env-{rank}", Kind.ENV, "start-env-worker", "--mode=train", f"--rank={rank}")
         if config.runner.val_check_interval > 0:
+            evaluates = ("start-env-worker", "--mode=eval", "--on-demand")
             for rank in range(config.env_workers("eval")):
-                self._launch(
-                    f"eval-{rank}", "start-env-worker", "--mode=eval", "--on-demand", f"--rank={rank}"
-                )
-
-    def _launch(self, name: str, command: str, *arguments: str) -> None:
-        self._commands[name] = [command, "--config", str(self._config_file), *arguments]
-        self._start_again(name)
-
-    def _start_again(self, name: str) -> None:
-        self._launcher.start(name, self._commands[name])
-        self._launched[name] = time.monotonic()
-        self._progress.heard.pop(name, None)
-
-    def _exited(self, child: Child) -> None:
-        """A process has ended: start it again, or give up."""
-        self._collect(0.0)  # its last report may be here
-        cause = child.cause()
-        if child.process.returncode == 2:
-            raise ConfigError(cause)
-        if child.name in ("broker", "learner"):
-            raise StartupFailed(cause) if not self._progress.stepping() else RunFailed(cause)
-        if not self._progress.stepping() and child.process.returncode > 0:
-            raise StartupFailed(cause)
-        self._restart(child.name, cause)
-
-    def _restart(self, name: str, cause: str) -> None:
-        is_env = name.startswith(("env-", "eval-"))
-        most = self._config.env.max_restarts if is_env else _POOL_RESTARTS
-        self._restarts[name] = self._restarts.get(name, 0) + 1
-        if self._restarts[name] > most:
-            key = " (env.max_restarts)" if is_env else ""
-            raise RunFailed(f"{cause}; it was restarted {most} times{key}")
-        log.warning("%s; restart %d of %d", cause, self._restarts[name], most)
-        self._start_again(name)
+                start(f"eval-{rank}", Kind.EVAL, *evaluates, f"--rank={rank}")
 
     def _look_at_the_clock(self) -> None:
         """Give up on what does not come up; start again what has stopped to move."""
         now, runner = time.monotonic(), self._config.runner
-        for name in list(self._commands):
-            if not name.startswith(("env-", "eval-")):
-                continue
-            heard = self._progress.heard.get(name)
-            if heard is None and now >= self._launched[name] + runner.startup_timeout_s:
-                raise StartupFailed(f"{name} did not come up within {runner.startup_timeout_s:g} s")
-            if heard is not None and now >= heard + runner.stall_timeout_s:
-                self._launcher.kill(name)
-                self._restart(name, f"{name} was silent for {runner.stall_timeout_s:g} s in a step")
+        for part, why in self._parts.hanging(self._progress.heard):
+            if not self._progress.stepping():
+                raise StartupFailed(why)
+            self._parts.kill(part, why)
         self._look_at_the_learner(now)
         if (
             not self._own_loop

@@ -55,7 +55,7 @@ class LiveLine:
             self._rate = (steps - self._steps) / (now - self._since)
             self._steps, self._since = steps, now
         done = sum(len(env.episodes) for env in envs)
-        stepping = any(env.report is not None and env.report.ended for env in envs)
+        stepping = any(env.stepped() for env in envs)
         what = "evaluating" if stepping else "starting"
         rate = f"{self._rate:,.0f} steps/s" if stepping else ""
         self._progress.update(self._task, completed=done, description=what, rate=rate)

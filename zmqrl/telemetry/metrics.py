@@ -5,7 +5,7 @@ Names that RLinf has are kept. Seconds and means are per call unless a name says
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -27,21 +27,41 @@ _SATURATED = 0.7
 
 @dataclass(slots=True)
 class EnvView:
-    """What the runner knows of one env worker: its latest totals, and all its episodes."""
+    """What the runner knows of one env worker, over all its restarts: its totals, and its episodes."""
 
     name: str
-    expected_episodes: int
+    expected_episodes: int = 0
     report: Report | None = None
     episodes: list[Episode] = field(default_factory=list)
     heard: float = 0.0
     """`time.monotonic()` of its last report."""
     gave_up: str | None = None
     """Why no more is expected of it."""
+    _before: EnvTotals = field(default_factory=EnvTotals)
+    """Of the processes that had its name earlier."""
+    _first_began: float | None = None
+    """When the first of them had its first actions."""
 
     def take(self, report: Report, now: float) -> None:
-        """Add a report."""
+        """Add a report; a worker that was restarted plays all its episodes anew."""
+        if self.report is not None and report.incarnation != self.report.incarnation:
+            self._first_began = self.began()
+            self._before = added(self._before, self.report.totals)
+            self.episodes.clear()
         self.report, self.heard = report, now
         self.episodes.extend(report.episodes)
+
+    def totals(self) -> EnvTotals:
+        """Everything that was done under its name."""
+        return self._before if self.report is None else added(self._before, self.report.totals)
+
+    def began(self) -> float | None:
+        """`time.monotonic()` when the first actions came; None before."""
+        return self._first_began or (None if self.report is None else self.report.began)
+
+    def stepped(self) -> bool:
+        """Whether a simulator has made a step."""
+        return self.totals().shard_steps > 0
 
     def ended(self) -> bool:
         """Whether nothing more is expected."""
@@ -54,20 +74,23 @@ class EnvView:
 
 def span(envs: Sequence[EnvView]) -> float:
     """Seconds from the first actions to the last step; 0 before."""
-    reports = [env.report for env in envs if env.report is not None]
-    began = [r.began for r in reports if r.began is not None]
-    ended = [r.ended for r in reports if r.ended is not None]
+    began = [at for env in envs if (at := env.began()) is not None]
+    ended = [e.report.ended for e in envs if e.report is not None and e.report.ended is not None]
     return max(ended) - min(began) if began and ended else 0.0
 
 
-def summed(envs: Sequence[EnvView]) -> EnvTotals:
+def added(one: EnvTotals, other: EnvTotals) -> EnvTotals:
+    """The sum of both."""
+    return EnvTotals(
+        **{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(EnvTotals)}
+    )
+
+
+def summed(envs: Iterable[EnvView]) -> EnvTotals:
     """The totals of all env workers together."""
     totals = EnvTotals()
     for env in envs:
-        if env.report is not None:
-            for f in fields(EnvTotals):
-                value = getattr(totals, f.name) + getattr(env.report.totals, f.name)
-                setattr(totals, f.name, value)
+        totals = added(totals, env.totals())
     return totals
 
 
@@ -182,7 +205,7 @@ def broker_metrics(status: dict[str, Any]) -> Metrics:
     return {f"broker/{name}": counters.get(name, 0) for name in names}
 
 
-def delay_metrics(envs: Sequence[EnvView]) -> Metrics:
+def delay_metrics(envs: Iterable[EnvView]) -> Metrics:
     """`env/time/*_delay`: the emulated delays of all env workers, in seconds."""
     delays = [env.report.delays for env in envs if env.report is not None and env.report.delays]
     if not any(delay["max"] for delay in delays):

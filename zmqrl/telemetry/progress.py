@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field, fields
 from typing import Any
 
 from zmqrl.config import Config
+from zmqrl.telemetry.epochs import BrokerEpochs
 from zmqrl.telemetry.metrics import (
     EnvView,
     Metrics,
@@ -16,36 +16,15 @@ from zmqrl.telemetry.metrics import (
     delay_metrics,
     episode_metrics,
     pool_metrics,
+    summed,
 )
-from zmqrl.telemetry.report import EnvTotals, Episode, LearnerReport, Report
+from zmqrl.telemetry.report import Episode, LearnerReport, Report
 
 _WINDOW = 10.0
 """Seconds over which rates and times are averaged."""
 
 _EPISODES = 100
 """The most recent episodes, over which `env/*` is averaged."""
-
-
-@dataclass(slots=True)
-class TrainView:
-    """What is known of one env worker that trains, over all its restarts."""
-
-    name: str
-    report: Report | None = None
-    heard: float = 0.0
-    """`time.monotonic()` of its last report."""
-    _before: EnvTotals = field(default_factory=EnvTotals)
-    """Of the processes that had its name earlier."""
-
-    def take(self, report: Report, now: float) -> None:
-        """Add a report."""
-        if self.report is not None and report.incarnation != self.report.incarnation:
-            self._before = _added(self._before, self.report.totals)
-        self.report, self.heard = report, now
-
-    def totals(self) -> EnvTotals:
-        """Everything that was done under its name."""
-        return self._before if self.report is None else _added(self._before, self.report.totals)
 
 
 class Evaluations:
@@ -65,18 +44,14 @@ class Evaluations:
         self._done = 0
 
     def take(self, report: Report, now: float) -> None:
-        """Add a report; a worker that was restarted begins its evaluation anew."""
+        """Add a report."""
         if report.evaluation <= self._done or report.name not in self._episodes:
             return
         self._began.setdefault(report.evaluation, now)
         views = self._views.setdefault(report.evaluation, {})
-        view = views.get(report.name)
-        restarted = view is not None and (
-            view.report is not None and view.report.incarnation != report.incarnation
-        )
-        if view is None or restarted:
-            view = views[report.name] = EnvView(report.name, self._episodes[report.name])
-        view.take(report, now)
+        if report.name not in views:
+            views[report.name] = EnvView(report.name, self._episodes[report.name])
+        views[report.name].take(report, now)
 
     def finished(self) -> list[Metrics]:
         """The metrics of the evaluations that are complete since the last call."""
@@ -110,7 +85,7 @@ class TrainingProgress:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.envs = {
-            f"env-{rank}": TrainView(f"env-{rank}") for rank in range(config.env_workers("train"))
+            f"env-{rank}": EnvView(f"env-{rank}") for rank in range(config.env_workers("train"))
         }
         self.heard: dict[str, float] = {}
         """By worker, `time.monotonic()` of its last report."""
@@ -122,7 +97,7 @@ class TrainingProgress:
         self.latest_evaluation: Metrics = {}
         self._episodes: deque[Episode] = deque(maxlen=_EPISODES)
         self._samples: deque[tuple[float, Sample, dict[str, Any]]] = deque()
-        self._status: dict[str, Any] = {}
+        self._broker = BrokerEpochs()
 
     def take(self, report: Report | LearnerReport) -> None:
         """Add a report."""
@@ -136,23 +111,26 @@ class TrainingProgress:
         self.heard[report.name] = now
         if report.name in self.envs:
             self.envs[report.name].take(report, now)
+            self.envs[report.name].episodes.clear()  # only the most recent ones are kept
             self._episodes.extend(report.episodes)
         else:
             self.evaluations.take(report, now)
 
     def sample(self, status: dict[str, Any] | None) -> None:
         """Note the moment, with the broker's status, or None if it did not answer."""
-        self._status = self._status if status is None else status
+        self._broker.take(status)
         now = time.monotonic()
         learner = {} if self.learner is None else self.learner.metrics
-        self._samples.append((now, Sample.of(self._totals(), self._status), dict(learner)))
+        self._samples.append(
+            (now, Sample.of(summed(self.envs.values()), self._broker.status()), dict(learner))
+        )
         while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW:
             self._samples.popleft()
 
     def stepping(self) -> bool:
         """Whether any simulator has made a step for training."""
         learned = self.learner is not None and self.learner.metrics.get("env_steps", 0) > 0
-        return learned or any(v.report is not None and v.report.ended for v in self.envs.values())
+        return learned or any(view.stepped() for view in self.envs.values())
 
     def metrics(self) -> Metrics:
         """All metrics of the moment; rates and times over the last seconds."""
@@ -167,13 +145,13 @@ class TrainingProgress:
             view = EnvView("", 0, None, list(self._episodes))
             metrics.update(episode_metrics([view], "env"))
             del metrics["env/missing_trajectories"]
-        metrics.update(broker_metrics(self._status))
-        metrics.update(delay_metrics([EnvView(v.name, 0, v.report) for v in self.envs.values()]))
+        metrics.update(broker_metrics(self._broker.status()))
+        metrics.update(delay_metrics(self.envs.values()))
         books = {key: learner.pop(f"trajectories_{key}", 0) for key in ("before", "arrived")}
         for key in [key for key in learner if key.endswith("_total")]:
             del learner[key]
         metrics.update(learner)
-        totals = self._totals()
+        totals = summed(self.envs.values())
         # The last report of an env worker that was killed may be missing; what has arrived was sent.
         metrics["trajectories_sent"] = max(
             totals.trajectories_sent + books["before"], books["arrived"] + totals.trajectories_dropped
@@ -190,12 +168,6 @@ class TrainingProgress:
         metrics.update(self.latest_evaluation)
         return metrics
 
-    def _totals(self) -> EnvTotals:
-        totals = EnvTotals()
-        for view in self.envs.values():
-            totals = _added(totals, view.totals())
-        return totals
-
 
 def _learner_rates(earlier: dict[str, Any], now: dict[str, Any], seconds: float) -> Metrics:
     """The learner's times, over the seconds between two of its reports."""
@@ -209,9 +181,3 @@ def _learner_rates(earlier: dict[str, Any], now: dict[str, Any], seconds: float)
     if done("global_step") > 0:
         rates["time/step"] = seconds / done("global_step")
     return rates
-
-
-def _added(one: EnvTotals, other: EnvTotals) -> EnvTotals:
-    return EnvTotals(
-        **{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(EnvTotals)}
-    )

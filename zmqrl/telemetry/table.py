@@ -99,11 +99,10 @@ def _env_table(envs: Sequence[EnvView]) -> Table:
     for env in envs:
         label = env.name if not env.missing() else f"{env.name} (lost)"
         episodes = f"{len(env.episodes)} of {env.expected_episodes}"
-        report = env.report
-        if report is None:
+        if env.report is None:
             table.add_row(label, episodes, "-", "-", "-")
             continue
-        totals = report.totals
+        totals = env.totals()
         steps = max(1, totals.shard_steps)
         table.add_row(
             label,
