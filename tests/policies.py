@@ -135,6 +135,11 @@ class Judge:
         return np.repeat(rewards[:, None], 2, 1) if self.wrong_shape else rewards
 
 
+def judges_lines() -> Any:
+    """A reward model for `training_sims.Line`: the reward of a step is its action."""
+    return lambda transitions: transitions["actions"][:, 0]
+
+
 def judged(
     observation: Any, actions: Any, next_observation: Any, terminated: Any, truncated: Any
 ) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class Line(gymnasium.Env[np.ndarray, np.ndarray]):
         what: `observation` or `reward`.
         raise_at: The step at which it raises, counted over all episodes.
         once: A file: raise only if it is not there yet, and make it.
+        hang_at: The step at which it hangs, counted over all episodes.
     """
 
     observation_space = spaces.Box(-1e9, 1e9, (2,), np.float32)
@@ -35,10 +37,12 @@ class Line(gymnasium.Env[np.ndarray, np.ndarray]):
         what: str = "observation",
         raise_at: int = 0,
         once: str = "",
+        hang_at: int = 0,
     ) -> None:
         self.length, self.seconds = length, seconds
         self.nan_at, self.what = nan_at, what
         self.raise_at, self.once = raise_at, once
+        self.hang_at = hang_at
         self.steps = self.all_steps = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
@@ -50,6 +54,8 @@ class Line(gymnasium.Env[np.ndarray, np.ndarray]):
         time.sleep(self.seconds)
         self.steps += 1
         self.all_steps += 1
+        if self.all_steps == self.hang_at:
+            time.sleep(600)
         if self.all_steps == self.raise_at and not (self.once and Path(self.once).exists()):
             if self.once:
                 Path(self.once).touch()
@@ -70,6 +76,9 @@ def make(**kwargs: Any) -> Line:
 
 def slow_in_evaluation(**kwargs: Any) -> Line:
     """Quick steps for training, half a second for those of an evaluation."""
-    import sys
-
     return Line(seconds=0.5 if "--mode=eval" in sys.argv else 0.01, **kwargs)
+
+
+def rank_one_hangs(**kwargs: Any) -> Line:
+    """The env worker of rank 1 hangs after some steps, each time that it is started."""
+    return Line(hang_at=10 if "--rank=1" in sys.argv else 0, **kwargs)

@@ -57,6 +57,27 @@ def test_steps_a_second_count_from_the_first_request_to_the_last_step_of_all() -
     assert metrics["env_steps_per_s"] == 1000 / 20
 
 
+def test_a_worker_that_was_restarted_plays_its_episodes_anew_and_its_steps_add_up() -> None:
+    env = EnvView("eval-0", 2)
+    first = episode(0, 1.0, 10, None, None)
+    totals = EnvTotals(env_steps=15, shard_steps=15)
+    env.take(Report("eval-0", 0, 1, began=10.0, ended=20.0, totals=totals, episodes=[first]), now=20.0)
+    assert (env.missing(), env.stepped()) == (1, True)
+    env.take(Report("eval-0", 0, 2), now=22.0)
+    assert (env.missing(), env.ended(), env.stepped()) == (2, False, True)
+    again = [episode(0, 2.0, 10, None, None), episode(1, 2.0, 10, None, None)]
+    totals = EnvTotals(env_steps=20, shard_steps=20)
+    last = Report(
+        "eval-0", 0, 2, 0, began=25.0, ended=45.0, finished=True, totals=totals, episodes=again
+    )
+    env.take(last, now=45.0)
+    assert env.ended()
+    metrics = {**episode_metrics([env]), **run_metrics([env], {}, 1)}
+    assert (metrics["eval/num_trajectories"], metrics["eval/return"]) == (2, 2.0)
+    assert metrics["env_steps"] == 35
+    assert metrics["env_steps_per_s"] == 1.0, "from the first actions of all to the last step"
+
+
 def test_times_are_means_of_one_call() -> None:
     env = view(
         "a",
