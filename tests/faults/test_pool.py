@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -203,20 +202,6 @@ def test_a_stopping_broker_says_so_to_waiting_clients_and_exits_cleanly(pool: Po
     assert process.wait(10) == 0
     with pytest.raises(BrokerStopping, match="shutting down"):
         request.result()
-
-
-def test_a_terminated_worker_finishes_its_batch_first(pool: Pool, folder: Path) -> None:
-    begun = folder / "begun"
-    pool.start(workers=1, policy="Touching", path=begun, seconds=0.5)
-    request = pool.client().submit({"x": np.ones((1, 3))})
-    wait_for(begun.exists, "the policy call")
-    process = pool.launcher.children["rollout-0"].process
-    process.send_signal(signal.SIGTERM)
-    assert request.result()["actions"].shape == (1, 3)
-    assert process.wait(10) == 0
-    counters = pool.counters()
-    assert (counters["requeued"], counters["lost_workers"]) == (0, 0)
-    assert pool.status()["workers"] == []
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])

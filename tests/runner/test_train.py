@@ -14,6 +14,9 @@ import pytest
 from conftest import TESTS, wait_for
 from runner.training import COUNTS, LINE, SMALL, Training
 
+from zmqrl.config import Config
+from zmqrl.runner.endpoints import local_endpoints
+
 PPO = [
     "algorithm={name: ppo, update_epoch: 2, staleness_threshold: 1}",
     "actor={global_batch_size: 32, model: {hidden_sizes: [16]}}",
@@ -294,10 +297,18 @@ def test_what_cannot_be_trained_is_refused_at_once(
     assert all(word in run.text() for word in words), run.text()
 
 
-def test_no_process_outlives_a_killed_runner(folder: Path) -> None:
+def test_no_process_outlives_a_killed_runner_and_the_next_run_removes_its_sockets(folder: Path) -> None:
     run = Training(folder, *SMALL, COUNTS, LINE)
     run.wait_for_record("env_steps", 50)
     run.note_children()
+    arguments = run.part("start-broker").cmdline()
+    sockets = Path(arguments[arguments.index("--config") + 1]).parent
     os.kill(run.process.pid, signal.SIGKILL)
     run.wait()
-    wait_for(lambda: not run.left(), "the end of all children", 3)
+    wait_for(lambda: not run.left(), "the end of all children", 2)
+    assert sockets.exists()
+    with local_endpoints(Config()) as (_, first), local_endpoints(Config()) as (_, second):
+        assert not sockets.exists()
+        assert first.exists(), "that of a living run stays"
+    assert not first.parent.exists()
+    assert not second.parent.exists()

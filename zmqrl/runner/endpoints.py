@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from zmqrl.config import Config, dump
+
+_PREFIX = "zmqrl-run-"
+_OWNER = "owner.lock"
+"""A file in the folder that is locked as long as its run lives."""
 
 
 @contextmanager
 def local_endpoints(config: Config) -> Iterator[tuple[Config, Path]]:
     """The same configuration, with sockets in a folder of this run's own where it names no endpoint.
 
-    The folder is open to this user only, and gone at the end.
+    The folder is open to this user only, and gone at the end; that of a run which was killed goes when
+    the next one begins.
 
     Yields:
         The configuration, and a file with it for the parts to read.
     """
-    folder = Path(tempfile.mkdtemp(prefix="zmqrl-"))  # mode 0700
+    _remove_orphans()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
+    lock = _claim(folder)
     try:
         broker = config.broker.model_copy(
             update={
@@ -42,3 +52,21 @@ def local_endpoints(config: Config) -> Iterator[tuple[Config, Path]]:
         yield complete, folder / "config.yaml"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def _claim(folder: Path) -> IO[str]:
+    lock = (folder / "new.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Under its name only now: whoever finds it there finds it locked.
+    (folder / "new.lock").rename(folder / _OWNER)
+    return lock
+
+
+def _remove_orphans() -> None:
+    """Remove the folders of this user's runs that do not live any more."""
+    for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+        with suppress(OSError), file.open() as lock:
+            if file.parent.lstat().st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(file.parent, ignore_errors=True)
