@@ -265,15 +265,18 @@ def test_a_rollout_worker_that_is_told_to_leave_has_retired_and_is_not_started_a
     assert result["broker/requeued"] == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("part", "number"),
+    [("start-rollout-worker", signal.SIGINT), ("start-broker", signal.SIGTERM)],
+)
 def test_a_run_can_be_stopped_while_a_part_waits_for_its_restart(
-    folder: Path, number: signal.Signals
+    folder: Path, part: str, number: signal.Signals
 ) -> None:
     run = Training(folder, *SMALL, COUNTS, LINE, "cluster.max_restarts=10")
     run.wait_for_record("env_steps", 50)
     pid = 0
     for _ in range(4):
-        process = part_of(run, "start-rollout-worker", other_than=pid)
+        process = part_of(run, part, other_than=pid)
         pid = process.pid
         process.kill()
     wait_for(lambda: "restart 4 of 10 after 4 s" in run.text(), run.text())
