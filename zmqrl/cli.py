@@ -315,10 +315,13 @@ def _status(options: argparse.Namespace) -> int:
 
     from zmqrl import config
     from zmqrl.broker.status import StatusClient
+    from zmqrl.runner.endpoints import running
     from zmqrl.telemetry.pool_view import pool_view, problems_of
     from zmqrl.transport import sockets
 
     loaded = config.load(options.config, options.overrides)
+    run = running(loaded) if options.broker is None and loaded.broker.frontend is None else None
+    loaded = run or loaded
     endpoint = options.broker or loaded.broker.frontend or sockets.local_endpoint("frontend")
     client = StatusClient(endpoint)
     try:

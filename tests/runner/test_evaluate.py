@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -297,3 +301,19 @@ def test_a_run_can_use_tcp_endpoints(folder: Path, free_ports: list[int]) -> Non
         "cluster.component_placement={env: 0-1, rollout: '0'}",
     )
     assert run.wait() == 0, run.text()
+
+
+def test_the_status_of_a_run_is_found_by_its_configuration(folder: Path) -> None:
+    simulator = [f"{SIM}:make", "env.kwargs.hang_in_step_at=3", "cluster.component_placement.env=0-1"]
+    run = Run(folder, *simulator)
+    status = [sys.executable, "-m", "zmqrl", "status", "--json", f"runner.logger.log_path={folder}"]
+
+    def stepping() -> dict[str, Any]:
+        done = subprocess.run(status, capture_output=True, text=True, timeout=30)
+        clients = json.loads(done.stdout)["clients"] if done.returncode == 0 else []
+        return {c["name"]: c["state"] for c in clients}
+
+    wait_for(lambda: stepping() == {"eval-0": "step", "eval-1": "step"}, "both to hang", 40)
+    run.process.terminate()
+    run.wait()
+    assert stepping() == {}

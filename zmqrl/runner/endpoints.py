@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from zmqrl.config import Config, dump
+from zmqrl.config import Config, dump, load
+from zmqrl.errors import ConfigError
 
 _PREFIX = "zmqrl-run-"
 _OWNER = "owner.lock"
@@ -55,6 +56,38 @@ def local_endpoints(config: Config) -> Iterator[tuple[Config, Path]]:
         lock.close()
 
 
+def running(config: Config) -> Config | None:
+    """The configuration, with all endpoints, of a run of the same name that lives on this machine.
+
+    Args:
+        config: With its name, `runner.logger.experiment_name`.
+    """
+    found = []
+    for file in _owner_files():
+        with suppress(OSError, ConfigError):
+            other = load(str(file.parent / "config.yaml"), [])
+            if _is_alive(file) and other.runner.logger == config.runner.logger:
+                found.append((file.stat().st_mtime, other))
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _owner_files() -> Iterator[Path]:
+    """Those of this user's runs, of which some may not live any more."""
+    for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+        with suppress(OSError):
+            if file.parent.lstat().st_uid == os.getuid():
+                yield file
+
+
+def _is_alive(owner: Path) -> bool:
+    try:
+        with owner.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
 def _claim(folder: Path) -> IO[str]:
     lock = (folder / "new.lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -65,8 +98,7 @@ def _claim(folder: Path) -> IO[str]:
 
 def _remove_orphans() -> None:
     """Remove the folders of this user's runs that do not live any more."""
-    for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+    for file in _owner_files():
         with suppress(OSError), file.open() as lock:
-            if file.parent.lstat().st_uid == os.getuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(file.parent, ignore_errors=True)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.parent, ignore_errors=True)
