@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Pool, wait_for
+from conftest import TESTS, Pool, wait_for
 from faults.test_pool import Load
 
 
@@ -68,11 +68,13 @@ def test_a_worker_that_is_told_to_leave_while_it_loads_never_takes_a_request(
     pool: Pool, folder: Path
 ) -> None:
     (folder / "slow.py").write_text(
-        "import pathlib, time\n"
+        "import pathlib, sys, time\n"
+        f"sys.path.append({str(TESTS)!r})\n"
+        "from policies import Echo\n"
         "def policy():\n"
         f"    pathlib.Path({str(folder)!r}, 'loads').touch()\n"
         "    time.sleep(2)\n"
-        "    return lambda observation: observation['x']\n"
+        "    return Echo()\n"
     )
     pool.start(workers=1, seconds=0.005)
     load = Load(pool, clients=4)

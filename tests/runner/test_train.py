@@ -220,8 +220,8 @@ def test_a_simulator_that_raises_is_started_again(folder: Path) -> None:
         *SMALL,
         COUNTS,
         LINE,
-        f"env.kwargs={{raise_at: 30, once: {folder / 'raised'}}}",
-        "runner.max_env_steps=600",
+        f"env.kwargs={{raise_at: 30, once: {folder / 'raised'}, seconds: 0.005}}",
+        "runner.max_env_steps=2000",
     )
     assert run.wait() == 0, run.text()
     assert "exploded at step 30" in run.text()
