@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zmqrl.errors import ConfigError, EndpointError, ZmqrlError
+from zmqrl.errors import ConfigError, EndpointError, KeysError, ZmqrlError
 from zmqrl.process import StopSignal, log_to_stderr, tie_to_launcher
 
 log = logging.getLogger("zmqrl")
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         extra = _EXTRAS.get((error.name or "").split(".")[0], "env")
         return _fail(f"{error}; this command needs pip install 'zmqrl[{extra}]'", 1)
-    except (ConfigError, EndpointError) as error:
+    except (ConfigError, EndpointError, KeysError) as error:
         _show_cause(error)
         return _fail(str(error), 2)
     except ZmqrlError as error:
@@ -116,6 +116,15 @@ def _parser() -> argparse.ArgumentParser:
         "--broker", metavar="ADDRESS", help="its frontend, in place of the configured one"
     )
     status.add_argument("--json", action="store_true", help="print JSON")
+
+    text = "Make keys for a pool that spans machines, add further ones, or revoke some."
+    keys = commands.add_parser("make-keys", help=text, description=text)
+    keys.add_argument("folder", metavar="FOLDER", help="for the bundles server, client and worker")
+    what = keys.add_mutually_exclusive_group()
+    what.add_argument("--client", metavar="NAME", help="only add a bundle for a client or env worker")
+    what.add_argument("--worker", metavar="NAME", help="only add a bundle for a rollout worker")
+    what.add_argument("--revoke", metavar="NAME", help="let the key of this bundle in no longer")
+    keys.set_defaults(run=_make_keys, overrides=[])
     return parser
 
 
@@ -150,12 +159,11 @@ def _start_broker(options: argparse.Namespace) -> int:
         behaviour,
         broker.max_message_mb,
         broker.heartbeat_timeout_s,
+        loaded.security.keys_of("server"),
+        loaded.security.insecure,
     )
     mode = "decoupled" if behaviour.decoupled else "normal"
     log.info("serving in %s mode: frontend %s, backend %s", mode, server.frontend, server.backend)
-    for endpoint in (server.frontend, server.backend):
-        if sockets.is_exposed(endpoint):
-            log.warning("%s can be reached from other machines, by anyone, unencrypted", endpoint)
     server.run(stop)
     _say_interrupted(stop)
     return 0
@@ -187,6 +195,7 @@ def _start_rollout_worker(options: argparse.Namespace) -> int:
         world_size=None if options.rank is None else loaded.rollout_workers,
         max_message_mb=loaded.broker.max_message_mb,
         heartbeat_s=loaded.broker.heartbeat_timeout_s,
+        keys=loaded.security.keys_of("worker"),
     )
     what = loaded.rollout.policy or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
     where = f" on {policy.device}{threads}" if policy.device is not None else ""
@@ -223,6 +232,7 @@ def _start_reward_worker(options: argparse.Namespace) -> int:
         serves=REWARD,
         max_message_mb=loaded.broker.max_message_mb,
         heartbeat_s=loaded.broker.heartbeat_timeout_s,
+        keys=loaded.security.keys_of("worker"),
     )
     log.info("the reward model %s is loaded%s", loaded.reward.model, threads)
     worker.run(stop)
@@ -233,7 +243,6 @@ def _start_reward_worker(options: argparse.Namespace) -> int:
 def _start_learner(options: argparse.Namespace) -> int:
     from zmqrl import config
     from zmqrl.learner.worker import LearnerWorker
-    from zmqrl.transport import sockets
 
     loaded = config.load(options.config, options.overrides)
     if not loaded.algorithm.is_set:
@@ -244,8 +253,6 @@ def _start_learner(options: argparse.Namespace) -> int:
     learner = LearnerWorker(loaded, stop)
     threads = _limit_torch_threads(loaded.actor.torch_threads)
     log.info("the learner listens at %s%s", learner.endpoint, threads)
-    if sockets.is_exposed(learner.endpoint):
-        log.warning("%s can be reached from other machines, by anyone, unencrypted", learner.endpoint)
     learner.run()
     _say_interrupted(stop)
     return 0
@@ -323,9 +330,11 @@ def _status(options: argparse.Namespace) -> int:
     run = running(loaded) if options.broker is None and loaded.broker.frontend is None else None
     loaded = run or loaded
     endpoint = options.broker or loaded.broker.frontend or sockets.local_endpoint("frontend")
-    client = StatusClient(endpoint)
+    client = StatusClient(endpoint, loaded.security.keys_of("client"))
     try:
         status = client.ask(_STATUS_TIMEOUT)
+        if status is None:
+            client.raise_refusal()
     finally:
         client.close()
     if status is None:
@@ -336,6 +345,26 @@ def _status(options: argparse.Namespace) -> int:
     else:
         Console().print(pool_view(endpoint, status, problems))
     return 0 if status["workers"] else 1
+
+
+def _make_keys(options: argparse.Namespace) -> int:
+    from zmqrl.transport import bundles
+
+    folder = options.folder
+    if options.revoke is not None:
+        bundles.revoke(folder, options.revoke)
+        print(f"{options.revoke} is let in no longer: its key is gone from {folder}/server")
+        print(f"If broker or learner use a copy of {folder}/server, delete {options.revoke}.key there.")
+    elif options.client is not None or options.worker is not None:
+        role, name = ("client", options.client) if options.client else ("worker", options.worker)
+        bundles.add_bundle(folder, role, name)
+        print(f"made {folder}/{name}; its public key is in {folder}/server/{role}s/{name}.key")
+    else:
+        bundles.make_bundles(folder)
+        print(f"made {folder}/server (broker, learner), {folder}/client (env workers, PolicyClient)")
+        print(f"and {folder}/worker (rollout workers). Here, set security.keys to {folder}; to another")
+        print("machine copy only the bundle of the part that runs there, over a safe channel.")
+    return 0
 
 
 def _check_json_file(file: Path | None) -> None:

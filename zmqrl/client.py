@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator, Optional, Union
 
 from zmqrl.connection import Connection, Request
 from zmqrl.errors import ClientClosed, ClientInUse, EncodeError
@@ -16,6 +16,7 @@ from zmqrl.recording import Recording
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import encode
 from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, MAX_FRAMES, Header, Op, policy_id_of
+from zmqrl.transport.security import Keys
 from zmqrl.transport.tree import rows_of, with_axis, without_axis
 
 
@@ -49,9 +50,12 @@ class PolicyClient:
         action_space: With a learner, in place of `envs`: of one simulator. Episodes are then begun by
             the caller, who steps no simulator past its end.
         trajectory_steps: With a learner: steps in a trajectory.
+        keys: A folder with the keys of a client (see `bin/make-keys`), for a broker and learner that
+            have keys; None for those that have none.
 
     Raises:
         EndpointError: An endpoint is malformed.
+        KeysError: There are no keys of a client in the folder, or others can read them.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class PolicyClient:
         envs: Any = None,
         action_space: Any = None,
         trajectory_steps: int = 16,
+        keys: Union[str, os.PathLike[str], None] = None,
     ) -> None:
         self.endpoint = endpoint or sockets.local_endpoint("frontend")
         self.timeout = _checked_timeout(timeout)
@@ -81,6 +86,7 @@ class PolicyClient:
         self.name = name or f"client-{os.urandom(4).hex()}"
         self._place = {} if rank is None else {"rank": rank, "world_size": world_size}
         self._max_message_mb = max_message_mb
+        self._keys = None if keys is None else Keys.load(keys, "client")
         # Later processes of one name have larger numbers; a fork and a rebuilt socket keep theirs.
         self._incarnation = time.time_ns()
         self._next_id = 1
@@ -122,6 +128,7 @@ class PolicyClient:
         Raises:
             EncodeError: The observation holds what cannot be sent, or rows that differ; names the path.
             BrokerUnreachable: No broker answered within the timeout.
+            AuthenticationFailed: It does not let this client's key in, or the other way round.
             PolicyTimeout: The broker did, but no reply came within the timeout.
             PolicyError: The policy failed on this observation; has the remote traceback.
             ClientError: Another of its kinds, see `zmqrl.errors`.
@@ -352,12 +359,15 @@ class PolicyClient:
             "pid": self._pid,
             "mode": self.mode,
         }
-        self._connection = Connection(self.endpoint, {**introduction, **self._place})
+        self._connection = Connection(self.endpoint, {**introduction, **self._place}, self._keys)
         if self._record_to is not None:
             self._latest = {}
             try:
                 self._recording = Recording(
-                    name=self.name, incarnation=self._incarnation, **self._record_to
+                    name=self.name,
+                    incarnation=self._incarnation,
+                    keys=self._keys,
+                    **self._record_to,
                 )
             except Exception:
                 self._connection.close(ClientClosed("the client was not opened"))

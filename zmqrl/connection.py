@@ -9,6 +9,7 @@ import zmq
 
 from zmqrl.errors import (
     AttemptsExhausted,
+    AuthenticationFailed,
     BrokerStopping,
     BrokerUnreachable,
     ClientError,
@@ -23,6 +24,8 @@ from zmqrl.errors import (
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode, decode_meta, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+from zmqrl.transport.refusal import Suspicion
+from zmqrl.transport.security import Keys
 
 _ASK_AFTER = 1.0
 """Seconds without a word about a request, after which the client asks whether it is known."""
@@ -30,6 +33,10 @@ _ASK_AFTER = 1.0
 _REBUILD_AFTER = 2.0
 """Seconds without a word from the broker after that question, after which the socket is made anew; twice
 as many each time, until a reply comes: on a slow link the words wait behind a large message."""
+
+_SUSPECT_AFTER = 0.3
+"""Seconds without a word from the broker on a new socket, after which it is looked whether keys are why;
+less for a request that has less time."""
 
 _SLOW_LINK = 10e6
 """Bytes per second that a link is taken to have at least."""
@@ -43,6 +50,7 @@ _FATAL: Dict[str, Type[ClientError]] = {
     "deadline": PolicyTimeout,
     "replaced": Replaced,
     "refused": RequestRefused,
+    "revoked": AuthenticationFailed,
 }
 
 
@@ -91,13 +99,16 @@ class Connection:
     Args:
         endpoint: The broker's frontend.
         introduction: The fields of HELLO.
+        keys: Of a client.
 
     Raises:
         EndpointError: The endpoint is malformed.
     """
 
-    def __init__(self, endpoint: str, introduction: Dict[str, Any]) -> None:
+    def __init__(self, endpoint: str, introduction: Dict[str, Any], keys: Optional[Keys] = None) -> None:
         self.endpoint = endpoint
+        self._keys = keys
+        self._suspicion = Suspicion(endpoint, keys)
         self.requests: Dict[int, Request] = {}
         self._introduction = introduction
         self._resting: Set[int] = set()
@@ -107,6 +118,12 @@ class Connection:
 
     def start(self, request: Request) -> None:
         """Send a new request."""
+        if self._suspicion.reason:  # libzmq gives a socket up that was refused
+            self._socket.close(0)
+            self._connect()
+        if not self._reached and not self.requests:
+            left = request.deadline - time.monotonic()
+            self._suspicion.begin(after=min(_SUSPECT_AFTER, left / 2))
         self._resting.discard(request.header.stage)
         self._send(request)
         request.size = len(request.meta) + sum(len(buffer) for buffer in request.buffers)
@@ -117,10 +134,13 @@ class Connection:
         until = min(until, request.deadline)
         while not request.done:
             now = time.monotonic()
-            wake = min(until, min(r.look_at for r in self.requests.values()))
+            wake = min(until, self._suspicion.due, min(r.look_at for r in self.requests.values()))
             if self._socket.poll(max(0, int((wake - now) * 1000 + 0.999))):
                 self._receive(request)
             now = time.monotonic()
+            if now >= self._suspicion.due:
+                self._look_for_a_refusal(request.deadline - now)
+                now = time.monotonic()
             if now >= wake:
                 for due in list(self.requests.values()):
                     if now >= due.look_at:
@@ -152,7 +172,8 @@ class Connection:
     # -- Sending
 
     def _connect(self) -> None:
-        self._socket = sockets.dealer(zmq.Context.instance(), self.endpoint)
+        self._socket = sockets.dealer(zmq.Context.instance(), self.endpoint, keys=self._keys)
+        self._suspicion.begin()
         self._asked: Optional[float] = None  # since when a KNOWN is unanswered
         self._hello()
 
@@ -182,6 +203,16 @@ class Connection:
             raise
 
     # -- Looking after what is silent
+
+    def _look_for_a_refusal(self, time_left: float) -> None:
+        """End what is open if keys are the reason that nobody answers."""
+        refusal = self._suspicion.look(min(0.3, time_left / 2))
+        if refusal is not None and refusal.final:
+            for request in list(self.requests.values()):
+                self._end(request, error=self._authentication_failed())
+
+    def _authentication_failed(self) -> AuthenticationFailed:
+        return AuthenticationFailed(f"the broker at {self.endpoint} {self._suspicion.reason}")
 
     def _look_after(self, request: Request, now: float) -> None:
         """Do what is due for a request that has no reply yet."""
@@ -216,6 +247,8 @@ class Connection:
         request.look_at = min(now + seconds, request.deadline)
 
     def _timeout_of(self, request: Request) -> ClientError:
+        if not self._reached and self._suspicion.reason:
+            return self._authentication_failed()
         if not self._reached and request.kind is PolicyTimeout:
             return BrokerUnreachable(
                 f"no broker answered at {self.endpoint} within the timeout; "
@@ -253,6 +286,7 @@ class Connection:
         now = time.monotonic()
         self._reached = True
         self._asked = None
+        self._suspicion.end()
         request = self.requests.get(header.request_id)
         if header.op == Op.UNKNOWN:
             if now >= self._said_hello + _RETRY_AFTER:

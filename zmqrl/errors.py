@@ -13,6 +13,10 @@ class EndpointError(ZmqrlError):
     """Raised when an endpoint is malformed, in use, or cannot be bound."""
 
 
+class KeysError(ZmqrlError):
+    """Raised when keys are missing or damaged, would be overwritten, or can be read by others."""
+
+
 class EncodeError(ZmqrlError):
     """Raised when a tree holds something that cannot cross the wire; names the path of the leaf."""
 
@@ -39,6 +43,10 @@ class ClientClosed(ClientError):
 
 class BrokerUnreachable(ClientError, ConnectionError):
     """Raised when no broker answered at the endpoint within the timeout."""
+
+
+class AuthenticationFailed(ClientError, ConnectionError):
+    """Raised when a broker or learner and this client do not accept each other's keys; says why."""
 
 
 class BrokerStopping(ClientError):

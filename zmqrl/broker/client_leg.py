@@ -22,8 +22,8 @@ class ClientLeg:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def receive(self, peer: bytes, header: Header, message: list[Any]) -> None:
-        """Act on one message.
+    def receive(self, peer: bytes, header: Header, message: list[Any], key: str) -> None:
+        """Act on one message; `key` is the peer's if it says HELLO.
 
         Raises:
             DecodeError: It is not valid, or not allowed; saying why.
@@ -32,7 +32,7 @@ class ClientLeg:
         client = pool.clients.get(peer)
         op, request_id = header.op, header.request_id
         if op == Op.HELLO:
-            self._hello(peer, client, decode_meta(message[0][HEADER_SIZE:]))
+            self._hello(peer, client, decode_meta(message[0][HEADER_SIZE:]), key)
             return
         if op not in (Op.INFER, Op.KNOWN, Op.CANCEL, Op.REST, Op.PHASE, Op.BYE):
             raise DecodeError(f"op {op} has no meaning from a client")
@@ -70,7 +70,7 @@ class ClientLeg:
         if pool.names.get(client.name) is client:
             del pool.names[client.name]
 
-    def _hello(self, peer: bytes, known: Client | None, fields: dict[str, Any]) -> None:
+    def _hello(self, peer: bytes, known: Client | None, fields: dict[str, Any], key: str) -> None:
         pool = self._pool
         hello = Introduction.of(fields, "client")
         if known is None:
@@ -87,6 +87,7 @@ class ClientLeg:
                 since=pool.now,
                 heard=pool.now,
                 eval=hello.eval,
+                key=key,
                 phase_since=pool.now,
             )
             pool.clients[peer] = pool.names[hello.name] = client

@@ -19,11 +19,14 @@ The rules, in the order in which they matter:
     clients now and then.
 7.  Peers that are not known, after a restart of the broker for instance, are told UNKNOWN and register.
 8.  Queues are bounded, and nothing is dropped without being counted.
+9.  A peer whose key is let in no longer is forgotten like a lost one, and told so, now and whenever it
+    introduces itself again.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -127,8 +130,18 @@ class Broker:
 
     # -- What arrives
 
-    def from_client(self, peer: bytes, message: list[Any]) -> None:
-        """Take in a message of the frontend: its frames, the first as bytes."""
+    def from_client(self, peer: bytes, message: list[Any], key: str | None = "") -> None:
+        """Take in a message of the frontend.
+
+        Args:
+            peer: Its sender.
+            message: Its frames, the first as bytes.
+            key: With HELLO and STATUS: the sender's, empty without keys, None if it is let in no longer.
+        """
+        if key is None:
+            self.counters.revoked += 1
+            self._pool.to_clients.append((peer, words.revoked()))
+            return
         try:
             header = unpack(message[0])
             if header.frames > MAX_FRAMES:
@@ -141,7 +154,7 @@ class Broker:
                 status = words.plain(Op.STATUS, self.status(), header.request_id)
                 self._pool.to_clients.append((peer, status))
             else:
-                self._clients.receive(peer, header, message)
+                self._clients.receive(peer, header, message, key)
         except DecodeError as error:
             self.counters.malformed += 1
             request_id = request_id_of(message[0])
@@ -149,10 +162,14 @@ class Broker:
                 refusal = words.error("refused", str(error), request_id)
                 self._pool.to_clients.append((peer, refusal))
 
-    def from_worker(self, peer: bytes, message: list[Any]) -> None:
-        """Take in a message of the backend: its frames, the first two as bytes."""
+    def from_worker(self, peer: bytes, message: list[Any], key: str | None = "") -> None:
+        """Take in a message of the backend: its frames, the first two as bytes; `key` as above."""
+        if key is None:
+            self.counters.revoked += 1
+            self._pool.to_workers.append((peer, words.revoked()))
+            return
         try:
-            self._workers.receive(peer, unpack(message[0]), message)
+            self._workers.receive(peer, unpack(message[0]), message, key)
         except DecodeError as error:
             self.counters.malformed += 1
             if op_of(message[0]) == Op.HELLO:
@@ -189,6 +206,23 @@ class Broker:
         if worker is not None:
             self.counters.lost_workers += 1
             self._workers.forget(worker, "was lost")
+
+    def revoke_clients(self, lets_in: Callable[[str], bool]) -> None:
+        """Forget the clients whose keys are let in no longer, and tell them."""
+        pool = self._pool
+        for client in [client for client in pool.clients.values() if not lets_in(client.key)]:
+            self.counters.revoked += 1
+            pool.notes.append(f"{client.name} had its key revoked")
+            self._clients.forget(client)
+            pool.to_clients.append((client.peer, words.revoked()))
+
+    def revoke_workers(self, lets_in: Callable[[str], bool]) -> None:
+        """The same for workers; what they hold runs elsewhere."""
+        pool = self._pool
+        for worker in [worker for worker in pool.workers.values() if not lets_in(worker.key)]:
+            self.counters.revoked += 1
+            self._workers.forget(worker, "had its key revoked")
+            pool.to_workers.append((worker.peer, words.revoked()))
 
     def undelivered(self, peer: bytes) -> None:
         """The backend could not take the batch for `peer`; its requests wait on, none the worse."""

@@ -146,6 +146,11 @@ def plain(op: Op, fields: dict[str, Any], request_id: int = 0) -> list[Any]:
     return [Header(op, request_id=request_id).pack() + encode_meta(fields)]
 
 
+def revoked() -> list[Any]:
+    """The ERROR for a peer whose key is let in no longer."""
+    return error("revoked", "the key of this peer has been revoked")
+
+
 def error(code: str, text: str, request_id: int = 0, **details: int) -> list[Any]:
     """An ERROR message.
 

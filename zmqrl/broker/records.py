@@ -48,6 +48,8 @@ class Client:
     eval: bool = False
     """What it says that it will ask for, until it asks."""
     probed: float = 0.0
+    key: str = ""
+    """Its public key; empty without keys."""
     requests: dict[int, Request] = field(default_factory=dict)
     """Its open requests by request id."""
     open_bytes: int = 0
@@ -129,6 +131,8 @@ class Worker:
     since: float
     heard: float
     totals: WorkerTotals
+    key: str = ""
+    """Its public key; empty without keys."""
     probed: float = 0.0
     changed: float = 0.0
     """When it last became idle or busy."""
@@ -237,6 +241,8 @@ class Counters:
     """Messages that were not valid."""
     unknown: int = 0
     """Messages from peers that had to register again."""
+    revoked: int = 0
+    """Peers turned out, and messages of such peers, because their keys are let in no longer."""
     lost_clients: int = 0
     lost_workers: int = 0
     batches: int = 0

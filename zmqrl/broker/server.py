@@ -14,7 +14,8 @@ from zmqrl.broker.core import Broker
 from zmqrl.broker.pool import Options
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE
-from zmqrl.transport.header import MAX_FRAMES, Op
+from zmqrl.transport.header import MAX_FRAMES, Op, op_of
+from zmqrl.transport.security import CLIENTS, WORKERS, Door, Keys, answer_handshakes, key_of
 from zmqrl.transport.sockets import NOBLOCK
 
 log = logging.getLogger(__name__)
@@ -37,9 +38,11 @@ class BrokerServer:
         options: How the broker behaves.
         max_message_mb: Mebibytes; libzmq cuts a peer that sends more.
         heartbeat_s: Seconds of silence of a peer's I/O thread after which it counts as gone.
+        keys: The server's; None lets in whoever reaches the sockets.
+        insecure: Without keys: whether other machines may reach them.
 
     Raises:
-        EndpointError: An endpoint is malformed, in use, or cannot be bound.
+        EndpointError: An endpoint is malformed, in use, cannot be bound, or is open to strangers.
     """
 
     def __init__(
@@ -49,15 +52,26 @@ class BrokerServer:
         options: Options,
         max_message_mb: int = sockets.MAX_MESSAGE_MB,
         heartbeat_s: float = sockets.HEARTBEAT_S,
+        keys: Keys | None = None,
+        insecure: bool = False,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._locks = [sockets.lock_endpoint(endpoint) for endpoint in (frontend, backend)]
+        self._front_door = Door(keys, [CLIENTS], insecure)
+        self._back_door = Door(keys, [WORKERS], insecure)
+        self._authenticator = answer_handshakes(self._context, self._front_door, self._back_door)
         try:
             # A client that reads never has more replies on the way than it may have requests open.
             unread = options.max_client_open
-            self._frontend = sockets.router(self._context, frontend, unread, max_message_mb, heartbeat_s)
-            self._backend = sockets.router(self._context, backend, 1000, max_message_mb, heartbeat_s)
+            self._frontend = sockets.router(
+                self._context, frontend, unread, max_message_mb, heartbeat_s, self._front_door
+            )
+            self._backend = sockets.router(
+                self._context, backend, 1000, max_message_mb, heartbeat_s, self._back_door
+            )
         except Exception:
+            if self._authenticator is not None:
+                self._authenticator.stop()
             self._context.destroy(0)
             raise
         self.frontend = sockets.bound_endpoint(self._frontend)
@@ -80,8 +94,11 @@ class BrokerServer:
                 poller.poll(1 + int(core.timeout() * 1000))
                 core.advance(time.monotonic())
                 # Results first: they free workers for what the frontend brings.
-                self._receive(self._backend, core.from_worker, _RESULT_FRAMES, small=2)
-                self._receive(self._frontend, core.from_client, MAX_FRAMES + 1, small=1)
+                self._receive_results()
+                self._receive(
+                    self._frontend, self._front_door, core.from_client, MAX_FRAMES + 1, small=1
+                )
+                self._turn_out()
                 core.tick()
                 core.dispatch()
                 while self._send():
@@ -95,6 +112,8 @@ class BrokerServer:
 
     def close(self) -> None:
         """Close the sockets, and free the endpoints."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._frontend.close()
         self._backend.close()
         self._context.term()
@@ -102,10 +121,21 @@ class BrokerServer:
             if lock is not None:
                 lock.close()
 
+    def _turn_out(self) -> None:
+        """Forget those whose keys have been revoked."""
+        if self._front_door.changed():
+            self.core.revoke_clients(self._front_door.lets_in)
+        if self._back_door.changed():
+            self.core.revoke_workers(self._back_door.lets_in)
+
+    def _receive_results(self) -> None:
+        self._receive(self._backend, self._back_door, self.core.from_worker, _RESULT_FRAMES, small=2)
+
     def _receive(
         self,
         socket: zmq.Socket[bytes],
-        handle: Callable[[bytes, list[Any]], None],
+        door: Door,
+        handle: Callable[[bytes, list[Any], str | None], None],
         most: int,
         small: int,
     ) -> None:
@@ -113,7 +143,8 @@ class BrokerServer:
 
         Args:
             socket: Which to read.
-            handle: Takes the peer's identity and the frames of its message.
+            door: Whom it lets in.
+            handle: Takes the peer's identity, the frames of its message, and its key.
             most: Frames after which the rest of a message is not kept; its count tells that it is wrong.
             small: How many first frames are needed as bytes.
         """
@@ -122,7 +153,7 @@ class BrokerServer:
                 frame = socket.recv(NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            peer = frame.bytes
+            identity, peer = frame, frame.bytes
             message: list[Any] = []
             while frame.more:  # to the end, so that the next message begins where it should
                 frame = socket.recv(NOBLOCK, copy=False)
@@ -134,7 +165,7 @@ class BrokerServer:
                 self.core.counters.malformed += 1
                 continue
             try:
-                handle(peer, message)
+                handle(peer, message, _key_of(identity, door, message))
             except Exception:
                 # A defect that one message shows must not take the pool down with it.
                 self.core.counters.malformed += 1
@@ -175,7 +206,15 @@ class BrokerServer:
                 lost.append(peer)
         if lost:
             # Its last results may have arrived already; what they answer need not run again.
-            self._receive(self._backend, core.from_worker, _RESULT_FRAMES, small=2)
+            self._receive_results()
             for peer in lost:
                 core.worker_unreachable(peer)
         return bool(lost) or lost_clients
+
+
+def _key_of(identity: zmq.Frame, door: Door, message: list[Any]) -> str | None:
+    """The peer's key, where it matters: in what strangers may say. None if it is let in no longer."""
+    if door.keys is None or op_of(message[0]) not in (Op.HELLO, Op.STATUS):
+        return ""
+    key = key_of(door, identity)
+    return key if door.lets_in(key) else None

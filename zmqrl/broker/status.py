@@ -7,10 +7,12 @@ from typing import Any
 
 import zmq
 
-from zmqrl.errors import DecodeError
+from zmqrl.errors import AuthenticationFailed, DecodeError
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import MAX_META, decode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+from zmqrl.transport.refusal import refusal_of
+from zmqrl.transport.security import Keys
 
 
 class StatusClient:
@@ -18,10 +20,13 @@ class StatusClient:
 
     Args:
         endpoint: The broker's frontend.
+        keys: Of a client.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        self._socket = sockets.dealer(zmq.Context.instance(), endpoint)
+    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
+        self._endpoint = endpoint
+        self._keys = keys
+        self._socket = sockets.dealer(zmq.Context.instance(), endpoint, keys=keys)
         self._next_id = 1
 
     def ask(self, timeout: float = 1.0) -> dict[str, Any] | None:
@@ -42,9 +47,25 @@ class StatusClient:
                 header = unpack(frames[0])
                 if header.op == Op.STATUS and header.request_id == request_id:
                     return decode_meta(frames[0][HEADER_SIZE:], MAX_META)
+                if header.op == Op.ERROR and header.request_id == 0:
+                    message = decode_meta(frames[0][HEADER_SIZE:]).get("message")
+                    raise AuthenticationFailed(f"{self._endpoint}: {message}")
             except DecodeError:
                 continue
         return None
+
+    def raise_refusal(self, timeout: float = 1.0) -> None:
+        """Look whether keys are the reason that the broker does not answer.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            AuthenticationFailed: They are.
+        """
+        refusal = refusal_of(self._endpoint, self._keys, timeout)
+        if refusal is not None:
+            raise AuthenticationFailed(f"the broker at {self._endpoint} {refusal.reason}")
 
     def close(self) -> None:
         """Close the socket."""

@@ -39,15 +39,15 @@ class WorkerLeg:
         self._pool = pool
         self._next_batch = 1
 
-    def receive(self, peer: bytes, header: Header, message: list[Any]) -> None:
-        """Act on one message.
+    def receive(self, peer: bytes, header: Header, message: list[Any], key: str) -> None:
+        """Act on one message; `key` is the peer's if it says HELLO.
 
         Raises:
             DecodeError: It is not valid; what it would have answered runs again.
         """
         worker = self._pool.workers.get(peer)
         if header.op == Op.HELLO:
-            self._hello(peer, worker, decode_meta(message[0][HEADER_SIZE:]))
+            self._hello(peer, worker, decode_meta(message[0][HEADER_SIZE:]), key)
         elif worker is None:
             self._pool.counters.unknown += 1
             self._pool.to_workers.append((peer, words.plain(Op.UNKNOWN, {})))
@@ -119,7 +119,7 @@ class WorkerLeg:
         pool.fail(request, words.error("attempts", text, request.request_id))
         return False
 
-    def _hello(self, peer: bytes, known: Worker | None, fields: dict[str, Any]) -> None:
+    def _hello(self, peer: bytes, known: Worker | None, fields: dict[str, Any], key: str) -> None:
         pool = self._pool
         hello = Introduction.of(fields, "worker")
         if known is not None and hello.policy != known.policy.name:
@@ -140,6 +140,7 @@ class WorkerLeg:
                 since=pool.now,
                 heard=pool.now,
                 totals=pool.totals.setdefault(hello.name, WorkerTotals()),
+                key=key,
             )
             policy.peers.add_worker(worker)
             pool.notes.append(f"{hello.name} joined (host {hello.host or '?'}, pid {hello.pid})")

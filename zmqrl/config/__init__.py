@@ -8,6 +8,7 @@ from zmqrl.config.pool import BrokerConfig, ClusterConfig, PlacementConfig, Roll
 from zmqrl.config.reading import dump, load
 from zmqrl.config.runner import LoggerConfig, RunnerConfig
 from zmqrl.config.section import Mode, Section
+from zmqrl.config.security import SecurityConfig
 from zmqrl.config.training import ActorConfig, AlgorithmConfig, OptimConfig, RewardConfig
 from zmqrl.config.whole import Config
 
@@ -28,6 +29,7 @@ __all__ = [
     "RolloutConfig",
     "RunnerConfig",
     "Section",
+    "SecurityConfig",
     "StallConfig",
     "dump",
     "load",

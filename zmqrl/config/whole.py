@@ -10,6 +10,7 @@ from zmqrl.config.env import EnvConfig
 from zmqrl.config.pool import BrokerConfig, ClusterConfig, RolloutConfig
 from zmqrl.config.runner import RunnerConfig
 from zmqrl.config.section import Mode, Section
+from zmqrl.config.security import SecurityConfig
 from zmqrl.config.training import ActorConfig, AlgorithmConfig, RewardConfig
 
 
@@ -24,6 +25,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     actor: ActorConfig = ActorConfig()
     reward: RewardConfig = RewardConfig()
+    security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="after")
     def _enough_envs(self) -> Config:

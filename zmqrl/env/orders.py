@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import zmq
 
-from zmqrl.errors import DecodeError, LearnerRefused, VersionMismatch
+from zmqrl.errors import AuthenticationFailed, DecodeError, LearnerRefused, VersionMismatch
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode_meta, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+from zmqrl.transport.refusal import Suspicion
+from zmqrl.transport.security import Keys
 
 _ASK_EVERY = 0.5
 _REBUILD_AFTER = 10.0
@@ -36,10 +38,13 @@ class Orders:
     Args:
         endpoint: The learner's.
         name: The eval worker's.
+        keys: Likewise.
     """
 
-    def __init__(self, endpoint: str, name: str) -> None:
+    def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
         self._endpoint = endpoint
+        self._keys = keys
+        self._suspicion = Suspicion(endpoint, keys)
         self._name = name
         self._done = self._epoch = 0
         self._asked = float("-inf")
@@ -54,6 +59,7 @@ class Orders:
 
         Raises:
             LearnerRefused: It speaks another version of the protocol.
+            AuthenticationFailed: It does not accept our keys, or has others.
         """
         until = time.monotonic() + timeout
         while True:
@@ -61,6 +67,9 @@ class Orders:
             if now >= self._heard + _REBUILD_AFTER:
                 self._socket.close(0)
                 self._connect()
+            refusal = self._suspicion.look()
+            if refusal is not None and refusal.final:
+                raise AuthenticationFailed(f"the learner at {self._endpoint} {refusal.reason}")
             if now >= self._asked + _ASK_EVERY:
                 self._ask()
             wake = min(until, self._asked + _ASK_EVERY)
@@ -83,8 +92,9 @@ class Orders:
         self._context.term()
 
     def _connect(self) -> None:
-        self._socket = sockets.dealer(self._context, self._endpoint)
+        self._socket = sockets.dealer(self._context, self._endpoint, keys=self._keys)
         self._heard = time.monotonic()
+        self._suspicion.begin()
 
     def _ask(self) -> None:
         self._asked = time.monotonic()
@@ -105,6 +115,9 @@ class Orders:
         except DecodeError:
             return None
         self._heard = time.monotonic()
+        self._suspicion.end()
+        if header.op == Op.ERROR and fields.get("code") in ("refused", "revoked"):
+            raise AuthenticationFailed(f"the learner at {self._endpoint}: {fields.get('message')}")
         epoch, env_steps = (int(fields.get(key, 0)) for key in ("epoch", "env_steps"))
         if header.op != Op.EVALUATE or (epoch == self._epoch and header.request_id <= self._done):
             return None

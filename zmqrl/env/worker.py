@@ -64,7 +64,8 @@ class EnvWorker:
         self._seeds: list[_Seeds] = []
         self._stages = self._make_stages(config, mode, rank)
         # After the simulators: some of them fork, which a ZeroMQ context must not live through.
-        self.reporter = Reporter(config.runner.report)
+        keys = config.security.keys_of("client")
+        self.reporter = Reporter(config.runner.report, keys)
         self._client = PolicyClient(
             config.broker.frontend or sockets.local_endpoint("frontend"),
             timeout=config.env.request_timeout_s,
@@ -73,6 +74,7 @@ class EnvWorker:
             rank=rank,
             world_size=config.env_workers(mode),
             max_message_mb=config.broker.max_message_mb,
+            keys=config.security.keys,
         )
         for stage in self._stages:
             stage.shard.before_reset = self._say_that_it_resets
@@ -84,7 +86,7 @@ class EnvWorker:
         self._rewards: RewardRequests | None = None
         learner = config.actor.endpoint or sockets.local_endpoint("learner")
         if on_demand:
-            self._orders = Orders(learner, self.name)
+            self._orders = Orders(learner, self.name, keys)
         elif mode == "train" and config.learns:
             self._recording = self._make_recording(config, learner)
             if config.reward.use_reward_model:
@@ -382,6 +384,7 @@ class EnvWorker:
             action_space=self._stages[0].shard.policy_action_space,
             copy=False,  # a shard makes new arrays at each step
             late=self._links.trajectory_seconds if config.cluster.net_emulation.enabled else None,
+            keys=config.security.keys_of("client"),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from zmqrl.errors import DecodeError, RunFailed
@@ -16,6 +17,7 @@ from zmqrl.trajectory import Trajectory
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode
 from zmqrl.transport.header import HEADER_SIZE
+from zmqrl.transport.security import Keys
 
 
 class Learner:
@@ -37,9 +39,12 @@ class Learner:
         max_message_mb: Mebibytes; a client that sends a larger array is cut off.
         with_spaces: Send the spaces of the simulators with the weights, for rollout workers that build
             the actor from them.
+        keys: The folder of keys (see `bin/make-keys`), or its `server` within; None for no encryption.
+        insecure: Without keys: whether to listen where other machines can reach the learner.
 
     Raises:
-        EndpointError: The endpoint is malformed, in use, or cannot be bound.
+        EndpointError: The endpoint is malformed, in use, cannot be bound, or is open to strangers.
+        KeysError: There are no keys of a server, or others can read them.
     """
 
     def __init__(
@@ -49,6 +54,8 @@ class Learner:
         gate: Gate | None = None,
         max_message_mb: int = sockets.MAX_MESSAGE_MB,
         with_spaces: bool = False,
+        keys: str | Path | None = None,
+        insecure: bool = False,
     ) -> None:
         self.epoch = int.from_bytes(os.urandom(7), "little")
         self.version = 0
@@ -66,6 +73,8 @@ class Learner:
             gate or Gate(),
             self._shared,
             max_message_mb,
+            None if keys is None else Keys.load(keys, "server"),
+            insecure,
         )
         self.endpoint = self._service.endpoint
         self._closed = False

@@ -25,6 +25,7 @@ from zmqrl.spaces import Spaces
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import MAX_META, decode_meta, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, MAX_FRAMES, Header, Op, request_id_of, unpack
+from zmqrl.transport.security import CLIENTS, WORKERS, Door, Keys, answer_handshakes, key_of
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ _PROBE_EVERY = 1.0
 
 _REFUSED_FROM = 8
 """Times the inbox's bounds, from which on nothing is taken: what senders keep is sent again later."""
+
+_WHO_MAY = {Op.HELLO: CLIENTS, Op.EVALUATE: CLIENTS, Op.WANT: WORKERS}
+"""On which allow-list a peer must be. Whatever else a peer says, it must have said HELLO before."""
 
 _NUMBERS = ("version", "pinned", "serving", "loaded", "failed")
 """What a rollout worker tells of itself."""
@@ -73,19 +77,36 @@ class Service:
         gate: When trajectories may begin.
         shared: What the learner touches too.
         max_message_mb: Mebibytes of one frame of a trajectory.
+        keys: The server's; None lets in whoever reaches the socket.
+        insecure: Without keys: whether other machines may reach it.
 
     Raises:
-        EndpointError: The endpoint is malformed, in use, or cannot be bound.
+        EndpointError: The endpoint is malformed, in use, cannot be bound, or is open to strangers.
     """
 
     def __init__(
-        self, endpoint: str, epoch: int, gate: Gate, shared: Shared, max_message_mb: int
+        self,
+        endpoint: str,
+        epoch: int,
+        gate: Gate,
+        shared: Shared,
+        max_message_mb: int,
+        keys: Keys | None = None,
+        insecure: bool = False,
     ) -> None:
         self._lock_file: IO[str] | None = sockets.lock_endpoint(endpoint)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._door = Door(keys, [CLIENTS, WORKERS], insecure)
+        self._keys: dict[bytes, str] = {}
+        """Of the peers that are known, if there are keys."""
+        self._authenticator = answer_handshakes(self._context, self._door)
         try:
             self._socket = sockets.router(
-                self._context, endpoint, max_message_mb=max_message_mb, heartbeat_s=_HEARTBEAT_S
+                self._context,
+                endpoint,
+                max_message_mb=max_message_mb,
+                heartbeat_s=_HEARTBEAT_S,
+                door=self._door,
             )
         except Exception:
             self._free()
@@ -134,6 +155,8 @@ class Service:
         self._free()
 
     def _free(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
         if self._lock_file is not None:
             self._lock_file.close()
@@ -150,6 +173,8 @@ class Service:
                 if self._wake_in.fileno() in events:
                     self._wake_in.recv(4096)
                 with self._shared.lock:
+                    if self._door.changed():
+                        self._turn_out()
                     self._welcome_the_early()
                     self._receive()
                     self._open_gate()
@@ -166,7 +191,7 @@ class Service:
     def _receive(self) -> None:
         for _ in range(100):
             try:
-                peer = self._socket.recv(sockets.NOBLOCK)
+                identity = self._socket.recv(sockets.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             frames: list[Any] = []
@@ -175,11 +200,17 @@ class Service:
                 if len(frames) <= MAX_FRAMES:
                     frames.append(frame if frames else frame.bytes)
             if frames:
-                self._handle(peer, frames)
+                self._handle(identity, frames)
 
-    def _handle(self, peer: bytes, frames: list[Any]) -> None:
+    def _handle(self, identity: zmq.Frame, frames: list[Any]) -> None:
+        peer = identity.bytes
         try:
             header = unpack(frames[0])
+            if self._door.keys is not None and header.op in _WHO_MAY:
+                key = key_of(self._door, identity)
+                if not self._door.lets_in(key, _WHO_MAY[Op(header.op)]):
+                    raise DecodeError("the key of this peer does not allow that, or has been revoked")
+                self._keys[peer] = key
             handler = self._handlers.get(header.op)
             if handler is None:
                 raise DecodeError(f"op {header.op} has no meaning to a learner")
@@ -207,7 +238,15 @@ class Service:
             return False
         return True
 
+    def _turn_out(self) -> None:
+        """Forget the peers whose keys are let in no longer, and tell them."""
+        for peer in [peer for peer, key in self._keys.items() if not self._door.lets_in(key)]:
+            fields = {"code": "revoked", "message": "the key of this peer has been revoked"}
+            if self._send(peer, [Header(Op.ERROR).pack() + encode_meta(fields)]):
+                self._forget(peer)
+
     def _forget(self, peer: bytes) -> None:
+        self._keys.pop(peer, None)
         self._shared.ledger.lost(peer)
         self._wants.pop(peer, None)
         self._owed.pop(peer, None)

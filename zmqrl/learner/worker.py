@@ -61,9 +61,11 @@ class LearnerWorker:
             gate=self._gate,
             max_message_mb=config.broker.max_message_mb,
             with_spaces=config.rollout.policy is None,
+            keys=config.security.keys,
+            insecure=config.security.insecure,
         )
         self._spaces: Spaces
-        self._reporter = Reporter(config.runner.report)
+        self._reporter = Reporter(config.runner.report, config.security.keys_of("server"))
         self._report = LearnerReport()
         self._staleness = Staleness()
         self._before = 0

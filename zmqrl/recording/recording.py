@@ -8,11 +8,12 @@ import time
 from collections import deque
 from typing import Any, Callable, Deque, Dict, Optional, Tuple
 
-from zmqrl.errors import LearnerTimeout, LearnerUnreachable
+from zmqrl.errors import AuthenticationFailed, LearnerTimeout, LearnerUnreachable
 from zmqrl.recording.builder import TrajectoryBuilder
 from zmqrl.recording.uplink import Uplink
 from zmqrl.spaces import Spaces
 from zmqrl.trajectory import Trajectory
+from zmqrl.transport.security import Keys
 
 AUTORESET_MODES = ("disabled", "next_step", "same_step")
 
@@ -32,6 +33,7 @@ class Recording:
         autoreset: How the simulators begin their next episode: `disabled`, `next_step` or `same_step`.
         copy: Copy observations and replies, because their owner may overwrite them.
         late: Says by how many seconds a trajectory of so many bytes is to be late: an emulated link.
+        keys: Of a client.
 
     Raises:
         EndpointError: The endpoint is malformed.
@@ -48,6 +50,7 @@ class Recording:
         autoreset: str = "disabled",
         copy: bool = True,
         late: Optional[Callable[[int], float]] = None,
+        keys: Optional[Keys] = None,
     ) -> None:
         if autoreset not in AUTORESET_MODES:
             raise ValueError(f"autoreset must be one of {', '.join(AUTORESET_MODES)}, not {autoreset!r}")
@@ -70,6 +73,7 @@ class Recording:
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
             },
+            keys,
         )
 
     @property
@@ -144,6 +148,7 @@ class Recording:
 
         Raises:
             LearnerUnreachable: No learner answered until then.
+            AuthenticationFailed: Keys are the reason.
             LearnerTimeout: It did, but lets no trajectory begin.
             LearnerRefused: It wants nothing from this client.
         """
@@ -220,6 +225,10 @@ class Recording:
 
     def _too_late(self) -> Exception:
         if not self._uplink.reached:
+            if self._uplink.suspicion.reason:
+                return AuthenticationFailed(
+                    f"the learner at {self._uplink.endpoint} {self._uplink.suspicion.reason}"
+                )
             return LearnerUnreachable(
                 f"no learner answered at {self._uplink.endpoint} within the timeout; "
                 "is one running there (bin/start-learner)?"

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import zmq
 
-from zmqrl.errors import DecodeError, EncodeError, LearnerRefused, TrainingEnded, VersionMismatch
+from zmqrl.errors import (
+    AuthenticationFailed,
+    DecodeError,
+    EncodeError,
+    LearnerRefused,
+    TrainingEnded,
+    VersionMismatch,
+)
 from zmqrl.spaces import Spaces
 from zmqrl.trajectory import Trajectory
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode_meta, encode, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+from zmqrl.transport.refusal import Suspicion
+from zmqrl.transport.security import Keys
 
 MOST_UNACKNOWLEDGED = 4
 """Trajectories on their way; with so many a sender begins no further one."""
@@ -40,17 +49,20 @@ class Uplink:
     Args:
         endpoint: The learner's.
         introduction: The fields of HELLO: role, name, incarnation, host, pid.
+        keys: Of a client.
 
     Raises:
         EndpointError: The endpoint is malformed.
     """
 
-    def __init__(self, endpoint: str, introduction: Dict[str, Any]) -> None:
+    def __init__(self, endpoint: str, introduction: Dict[str, Any], keys: Optional[Keys] = None) -> None:
         self.endpoint = endpoint
         self.sent = 0
         """Trajectories sent, each counted once."""
         self.reached = False
         """Whether the learner has said anything."""
+        self.suspicion = Suspicion(endpoint, keys)
+        self._keys = keys
         self._introduction = introduction
         self._unacknowledged: OrderedDict[int, List[Any]] = OrderedDict()
         self._asked: Dict[int, Tuple[int, int]] = {}  # by stage: number and env steps of a question
@@ -112,6 +124,7 @@ class Uplink:
         Raises:
             TrainingEnded: It wants no more from anybody.
             LearnerRefused: It wants nothing from this client.
+            AuthenticationFailed: Neither of both has the keys that the other wants.
         """
         self.service()
         if self._ended:
@@ -136,6 +149,7 @@ class Uplink:
 
         Raises:
             LearnerRefused: It wants nothing from this client.
+            AuthenticationFailed: Neither of both has the keys that the other wants.
         """
         self._socket.poll(max(0, int(timeout * 1000 + 0.999)))
         self.service()
@@ -155,15 +169,16 @@ class Uplink:
             if self.sent:
                 self._hello()  # a learner that was restarted meanwhile learns what it has lost
             self._send([Header(Op.BYE).pack()])
-        except LearnerRefused:
+        except (LearnerRefused, AuthenticationFailed):
             pass
         self._socket.close()
 
     # -- Sending
 
     def _connect(self) -> None:
-        self._socket = sockets.dealer(self._context, self.endpoint)
+        self._socket = sockets.dealer(self._context, self.endpoint, keys=self._keys)
         self._heard = self._spoke = time.monotonic()
+        self.suspicion.begin()
         if "spaces" in self._introduction:
             self._hello()
 
@@ -197,6 +212,7 @@ class Uplink:
 
         Raises:
             LearnerRefused: It wants nothing from this client.
+            AuthenticationFailed: Neither of both has the keys that the other wants.
         """
         while True:
             try:
@@ -213,8 +229,12 @@ class Uplink:
                 continue  # not from a zmqrl learner
         now = time.monotonic()
         open_ends = self._unacknowledged or self._asked
+        refusal = self.suspicion.look() if open_ends else None
+        if refusal is not None and refusal.final:
+            raise AuthenticationFailed(f"the learner at {self.endpoint} {refusal.reason}")
         if not open_ends:
             self._heard = now
+            self.suspicion.rest()
         elif now >= self._heard + self._patience:
             # The connection may be half dead, so make a new one.
             self._be_more_patient()
@@ -233,6 +253,7 @@ class Uplink:
         header = unpack(first)
         self._heard = time.monotonic()
         self.reached = True
+        self.suspicion.end()
         if header.op == Op.ACK:
             self._acknowledged(header.request_id)
         elif header.op == Op.GO:
@@ -250,6 +271,8 @@ class Uplink:
             if fields.get("code") == "ended":
                 self._ended = f"{self.endpoint}: {message}"
                 return
+            if fields.get("code") == "revoked":
+                raise AuthenticationFailed(f"the learner at {self.endpoint}: {message}")
             raise LearnerRefused(f"the learner at {self.endpoint} refuses {self._name}: {message}")
 
     def _welcome(self, hello: int, fields: Dict[str, Any]) -> None:

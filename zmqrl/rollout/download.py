@@ -18,6 +18,8 @@ from zmqrl.transport import sockets
 from zmqrl.transport.checksum import checksum_of
 from zmqrl.transport.codec import MAX_META, decode, decode_meta, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+from zmqrl.transport.refusal import Suspicion
+from zmqrl.transport.security import Keys
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +58,13 @@ class WeightsDownload:
     Args:
         endpoint: The learner's.
         name: The rollout worker's.
+        keys: Likewise.
 
     Raises:
         EndpointError: The endpoint is malformed.
     """
 
-    def __init__(self, endpoint: str, name: str) -> None:
+    def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
         sockets.check_endpoint(endpoint)
         self.endpoint = endpoint
         self.loaded = 0
@@ -72,6 +75,8 @@ class WeightsDownload:
         """The version that the policy has; likewise."""
         self._damaged = 0
         self._name = name
+        self._keys = keys
+        self._suspicion = Suspicion(endpoint, keys)
         self._epoch = 0
         self._complaint = ""
         self._lock = threading.Condition()
@@ -152,8 +157,10 @@ class WeightsDownload:
                 if self._socket.poll(200):
                     self._handle(self._socket.recv_multipart(copy=False))
                     self._heard = time.monotonic()
+                    self._suspicion.end()
                     continue
                 now = time.monotonic()
+                self._look_for_a_refusal()
                 if now >= self._heard + self._patience:
                     self._patience = min(2 * self._patience, _MOST_PATIENCE)
                     self._socket.close(0)
@@ -169,8 +176,9 @@ class WeightsDownload:
             self._socket.close(0)
 
     def _connect(self) -> None:
-        self._socket = sockets.dealer(self._context, self.endpoint, _HEARTBEAT_S)
+        self._socket = sockets.dealer(self._context, self.endpoint, _HEARTBEAT_S, self._keys)
         self._heard = time.monotonic()
+        self._suspicion.begin()
 
     def _want(self) -> None:
         """Ask a new question: for what is newer than what is here now."""
@@ -213,6 +221,15 @@ class WeightsDownload:
             self._patience = _REBUILD_AFTER
             self._keep(weights, pinned)
         self._want()
+
+    def _look_for_a_refusal(self) -> None:
+        """Find out whether keys are the reason of the silence; without weights there is no going on."""
+        refusal = self._suspicion.look()
+        if refusal is None:
+            return
+        if refusal.final and self._newest is None:
+            raise StartupFailed(f"the learner at {self.endpoint} {refusal.reason}")
+        self._show(f"nothing: it {refusal.reason}")
 
     def _show(self, complaint: str) -> None:
         """Log what is said in place of weights; the same words once."""

@@ -33,6 +33,8 @@ from zmqrl.transport.header import (
     unpack,
     unpack_table,
 )
+from zmqrl.transport.refusal import Suspicion
+from zmqrl.transport.security import Keys
 from zmqrl.transport.tree import rows_of
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class RolloutWorker:
         world_size: The number of rollout workers, with `rank`.
         max_message_mb: Mebibytes; as the broker's. A larger reply becomes an error.
         heartbeat_s: Seconds; as the broker's.
+        keys: Of a worker.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class RolloutWorker:
         world_size: int | None = None,
         max_message_mb: int = sockets.MAX_MESSAGE_MB,
         heartbeat_s: float = sockets.HEARTBEAT_S,
+        keys: Keys | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.name = name
@@ -111,6 +115,8 @@ class RolloutWorker:
             self._introduction.update(rank=rank, world_size=world_size)
         self._max_message = max_message_mb << 20
         self._heartbeat_s = heartbeat_s
+        self._keys = keys
+        self._suspicion = Suspicion(endpoint, keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._number = 0  # of the last batch received
         self._predict_s = 0.0  # spent in the policy for the batch in hand
@@ -133,6 +139,7 @@ class RolloutWorker:
                 if self._socket.poll(250):
                     self._handle(self._receive())
                     self._heard = time.monotonic()
+                    self._suspicion.end()
                     continue
                 self._versions.refresh()
                 now = time.monotonic()
@@ -141,17 +148,22 @@ class RolloutWorker:
                     self._connect()
                 elif now >= self._spoke + _READY_EVERY:
                     self._send([Header(Op.READY, request_id=self._number).pack()])
+                refusal = self._suspicion.look()
+                if refusal is not None and refusal.final:
+                    raise StartupFailed(f"the broker at {self.endpoint} {refusal.reason}")
                 if now >= max(warned, self._heard) + 5.0:
                     warned = now
-                    log.warning("no broker answers at %s", self.endpoint)
+                    why = self._suspicion.reason
+                    log.warning("no broker answers at %s%s", self.endpoint, why and f": it {why}")
             self._send([Header(Op.BYE, request_id=self._number).pack()])
         finally:
             self._socket.close()
             self._context.term()
 
     def _connect(self) -> None:
-        self._socket = sockets.dealer(self._context, self.endpoint, self._heartbeat_s)
+        self._socket = sockets.dealer(self._context, self.endpoint, self._heartbeat_s, self._keys)
         self._heard = time.monotonic()
+        self._suspicion.begin()
         self._hello()
 
     def _receive(self) -> list[Any]:

@@ -105,8 +105,10 @@ class _Evaluation:
             EnvView(f"eval-{rank}", config.envs_of("eval", rank) * per_env)
             for rank in range(config.env_workers("eval"))
         ]
-        self._collector = Collector(config.runner.report)
-        self._broker = StatusClient(config.broker.frontend)
+        security = config.security
+        keys = security.keys_of("server")  # this process watches over the pool as part of the server
+        self._collector = Collector(config.runner.report, keys, security.insecure)
+        self._broker = StatusClient(config.broker.frontend, keys)
         self._epochs = BrokerEpochs()
         self._live = LiveLine(console, sum(env.expected_episodes for env in self.envs))
         self._parts = Supervisor(config, config_file, self._live.say, lambda: self.stepped)

@@ -55,7 +55,8 @@ def make_policy(config: Config, name: str, stopping: Callable[[], bool]) -> Poli
     # The user's policy first: what is wrong with it shows before a learner is there.
     uses_actor = config.rollout.policy is None and config.algorithm.is_set
     policy = None if uses_actor else _own(config)
-    download = WeightsDownload(config.actor.endpoint or sockets.local_endpoint("learner"), name)
+    learner = config.actor.endpoint or sockets.local_endpoint("learner")
+    download = WeightsDownload(learner, name, config.security.keys_of("worker"))
     try:
         versions = _with_first_weights(config, policy, download, stopping)
     except BaseException:

@@ -188,8 +188,10 @@ class Training:
         self._warned = self._began
         self._first_share: float | None = None
         self._reached = 0
-        self._collector = Collector(config.runner.report)
-        self._broker = StatusClient(config.broker.frontend)
+        security = config.security
+        keys = security.keys_of("server")  # this process watches over the pool as part of the server
+        self._collector = Collector(config.runner.report, keys, security.insecure)
+        self._broker = StatusClient(config.broker.frontend, keys)
         self._view = TrainingView(console, config.runner.logger.experiment_name)
         self._parts = Supervisor(config, config_file, self._view.say, self._progress.stepping)
 

@@ -12,6 +12,7 @@ import zmq
 from zmqrl.errors import DecodeError
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode_meta, encode_meta
+from zmqrl.transport.security import CLIENTS, Door, Keys, answer_handshakes, key_of
 
 _EVERY = 0.5
 """Seconds between two reports of one env worker to its runner."""
@@ -158,9 +159,10 @@ class Reporter:
 
     Args:
         endpoint: Where the runner listens; None if there is no runner.
+        keys: Of a client, or the server's.
     """
 
-    def __init__(self, endpoint: str | None) -> None:
+    def __init__(self, endpoint: str | None, keys: Keys | None = None) -> None:
         self.episodes: list[Episode] = []
         """All episodes, for the env worker's own summary."""
         self._unsent: list[Episode] = []
@@ -169,7 +171,7 @@ class Reporter:
         if endpoint is not None:
             # A context of its own can be terminated although a simulator holds sockets of its own.
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            self._socket = sockets.push(self._context, endpoint)
+            self._socket = sockets.push(self._context, endpoint, keys)
 
     def add(self, episode: Episode) -> None:
         """Note a finished episode for the next report."""
@@ -221,13 +223,22 @@ class Collector:
 
     Args:
         endpoint: Where to listen.
+        keys: The server's; None lets in whoever reaches the socket.
+        insecure: Without keys: whether other machines may reach it.
 
     Raises:
-        EndpointError: The endpoint is malformed, in use, or cannot be bound.
+        EndpointError: The endpoint is malformed, in use, cannot be bound, or is open to strangers.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        self._socket = sockets.pull(zmq.Context.instance(), endpoint)
+    def __init__(self, endpoint: str, keys: Keys | None = None, insecure: bool = False) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._door = Door(keys, [CLIENTS], insecure)
+        self._authenticator = answer_handshakes(self._context, self._door)
+        try:
+            self._socket = sockets.pull(self._context, endpoint, self._door)
+        except Exception:
+            self._free()
+            raise
 
     def collect(self, timeout: float) -> list[Report | LearnerReport]:
         """What has arrived.
@@ -239,7 +250,9 @@ class Collector:
         self._socket.poll(int(timeout * 1000))
         while True:
             try:
-                reports.append(unpack(self._socket.recv(sockets.NOBLOCK)))
+                frame = self._socket.recv(sockets.NOBLOCK, copy=False)
+                if self._door.lets_in(key_of(self._door, frame)):  # it may be revoked by now
+                    reports.append(unpack(frame.bytes))
             except zmq.Again:
                 return reports
             except DecodeError:
@@ -248,3 +261,9 @@ class Collector:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+        self._free()
+
+    def _free(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()

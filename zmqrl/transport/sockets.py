@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
+import logging
 import os
 import re
 import tempfile
@@ -11,6 +13,9 @@ from typing import IO, Any, Optional, Sequence
 import zmq
 
 from zmqrl.errors import EndpointError
+from zmqrl.transport.security import Door, Keys
+
+log = logging.getLogger(__name__)
 
 # Plain ints: pyzmq's enum costs over 1 us at every `zmq.SNDMORE | zmq.NOBLOCK`.
 NOBLOCK = int(zmq.NOBLOCK)
@@ -27,7 +32,10 @@ _IPC_LIMIT = 107  # sun_path has 108 bytes, the last one NUL
 
 
 def dealer(
-    context: zmq.Context[Any], endpoint: str, heartbeat_s: float = HEARTBEAT_S
+    context: zmq.Context[Any],
+    endpoint: str,
+    heartbeat_s: float = HEARTBEAT_S,
+    keys: Optional[Keys] = None,
 ) -> zmq.Socket[bytes]:
     """A connected DEALER with an identity of its own.
 
@@ -49,7 +57,7 @@ def dealer(
     # Refused at first because the broker starts later: try often, but not in lock step for ever.
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    _connect(socket, endpoint)
+    _connect(socket, endpoint, keys)
     return socket
 
 
@@ -59,6 +67,7 @@ def router(
     max_unread: int = 1000,
     max_message_mb: int = MAX_MESSAGE_MB,
     heartbeat_s: float = HEARTBEAT_S,
+    door: Optional[Door] = None,
 ) -> zmq.Socket[bytes]:
     """A bound ROUTER.
 
@@ -68,9 +77,10 @@ def router(
         max_unread: Messages that wait for a peer which does not read; further ones are refused.
         max_message_mb: Mebibytes; a peer that sends a larger frame is cut.
         heartbeat_s: Seconds of silence of a peer's I/O thread after which it is gone.
+        door: Who is let in; None for everybody on this machine.
 
     Raises:
-        EndpointError: The endpoint is malformed, taken, or cannot be bound here.
+        EndpointError: The endpoint is malformed, taken, cannot be bound here, or open to strangers.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     _common(socket, heartbeat_s)
@@ -83,11 +93,11 @@ def router(
     # The broker always reads, and bounds its queues itself.
     socket.setsockopt(zmq.RCVHWM, 10_000)
     socket.setsockopt(zmq.BACKLOG, 4096)
-    _bind(socket, endpoint)
+    _bind(socket, endpoint, door or Door())
     return socket
 
 
-def push(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
+def push(context: zmq.Context[Any], endpoint: str, keys: Optional[Keys] = None) -> zmq.Socket[bytes]:
     """A connected PUSH, for reports.
 
     Raises:
@@ -96,20 +106,20 @@ def push(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
     # The last report says how the env worker ended; it is worth a wait when the context is terminated.
     socket.setsockopt(zmq.LINGER, 2000)
-    _connect(socket, endpoint)
+    _connect(socket, endpoint, keys)
     return socket
 
 
-def pull(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
-    """A bound PULL, for reports.
+def pull(context: zmq.Context[Any], endpoint: str, door: Optional[Door] = None) -> zmq.Socket[bytes]:
+    """A bound PULL, for reports; `door` as for `router`.
 
     Raises:
-        EndpointError: The endpoint is malformed, taken, or cannot be bound here.
+        EndpointError: The endpoint is malformed, taken, cannot be bound here, or open to strangers.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
-    _bind(socket, endpoint)
+    _bind(socket, endpoint, door or Door())
     return socket
 
 
@@ -152,7 +162,9 @@ def send_to(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> No
         socket.send(frame, flags, copy=isinstance(frame, bytes))
 
 
-def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+def _connect(socket: zmq.Socket[bytes], endpoint: str, keys: Optional[Keys]) -> None:
+    if keys is not None:
+        keys.connect(socket)
     try:
         check_endpoint(endpoint)
         if re.search(r":(0|\*)$", endpoint):
@@ -166,9 +178,12 @@ def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
         raise EndpointError(f"cannot connect to {endpoint}: {error.strerror}") from None
 
 
-def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+def _bind(socket: zmq.Socket[bytes], endpoint: str, door: Door) -> None:
     try:
         check_endpoint(endpoint)
+        if door.keys is None and is_exposed(endpoint):
+            _check_that_it_is_wanted(endpoint, door)
+        door.guard(socket)
         socket.bind(endpoint)
     except EndpointError:
         socket.close(0)
@@ -176,6 +191,18 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
     except zmq.ZMQError as error:
         socket.close(0)
         raise EndpointError(f"cannot bind {endpoint}: {error.strerror}") from None
+
+
+def _check_that_it_is_wanted(endpoint: str, door: Door) -> None:
+    if not door.insecure:
+        raise EndpointError(
+            f"cannot bind {endpoint}: other machines could reach it, and anybody there could use it. "
+            "Make keys (bin/make-keys FOLDER) and set security.keys to FOLDER; or set "
+            "security.insecure to true if every machine that can reach it may be trusted"
+        )
+    log.warning(
+        "%s can be reached from other machines, by anyone, unencrypted (security.insecure)", endpoint
+    )
 
 
 def _common(socket: zmq.Socket[bytes], heartbeat_s: float) -> None:
@@ -221,7 +248,10 @@ def is_exposed(endpoint: str) -> bool:
     if not endpoint.startswith("tcp://"):
         return False
     host = endpoint[6:].rpartition(":")[0].strip("[]")
-    return not (host.startswith("127.") or host in ("localhost", "::1"))
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or the name of a network interface
+        return host != "localhost"
 
 
 def bound_endpoint(socket: zmq.Socket[bytes]) -> str:
