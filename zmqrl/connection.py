@@ -120,6 +120,7 @@ class Connection:
         """Send a new request."""
         if self._suspicion.reason:  # libzmq gives a socket up that was refused
             self._socket.close(0)
+            self._suspicion.end()
             self._connect()
         if not self._reached and not self.requests:
             left = request.deadline - time.monotonic()

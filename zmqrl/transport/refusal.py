@@ -47,7 +47,7 @@ class Suspicion:
     """
 
     def __init__(self, endpoint: str, keys: Optional[Keys]) -> None:
-        self.reason: str
+        self.reason = ""
         """What the latest look has found; empty if keys are not the reason."""
         self._endpoint = endpoint
         self._keys = keys
@@ -56,7 +56,6 @@ class Suspicion:
     def begin(self, after: float = _AFTER) -> None:
         """There is a new socket, or a first question on it: look after so many seconds."""
         self.due = time.monotonic() + after
-        self.reason = ""
 
     def end(self) -> None:
         """Something was heard: there is nothing to suspect."""
