@@ -455,3 +455,12 @@ def test_an_existing_folder_of_another_mode_is_used_but_bundles_in_it_are_closed
     os.chmod(open_to_all, 0o755)
     make_bundles(str(open_to_all))
     assert stat.S_IMODE((open_to_all / "server").stat().st_mode) == 0o700
+
+
+def test_a_frame_of_the_largest_size_crosses_encrypted_too(serve: Make, make: Make, keys: Path) -> None:
+    door = Door(Keys.load(keys, "server"), [CLIENTS])
+    server = make(sockets.router, "tcp://127.0.0.1:*", door=door, max_message_mb=1)
+    client = make(sockets.dealer, sockets.bound_endpoint(server), keys=Keys.load(keys, "client"))
+    client.send(bytes(1 << 20))
+    assert server.poll(10_000)
+    assert len(server.recv_multipart()[1]) == 1 << 20

@@ -206,17 +206,21 @@ class Service:
         peer = identity.bytes
         try:
             header = unpack(frames[0])
+            key = ""
             if self._door.keys is not None and header.op in _WHO_MAY:
                 key = key_of(self._door, identity)
                 if not self._door.lets_in(key, _WHO_MAY[Op(header.op)]):
                     raise DecodeError("the key of this peer does not allow that, or has been revoked")
-                self._keys[peer] = key
             handler = self._handlers.get(header.op)
             if handler is None:
                 raise DecodeError(f"op {header.op} has no meaning to a learner")
             if header.frames != len(frames) - 1:
                 raise DecodeError(f"{len(frames) - 1} buffers came, the header says {header.frames}")
             handler(peer, header, frames)
+            if key and (
+                peer in self._wants or peer in self._early or peer in self._shared.ledger.senders
+            ):
+                self._keys[peer] = key
         except (DecodeError, ConfigError) as error:
             self._refused += 1
             if self._refused & (self._refused - 1) == 0:  # the 1st, 2nd, 4th …: nobody floods the log
@@ -242,8 +246,8 @@ class Service:
         """Forget the peers whose keys are let in no longer, and tell them."""
         for peer in [peer for peer, key in self._keys.items() if not self._door.lets_in(key)]:
             fields = {"code": "revoked", "message": "the key of this peer has been revoked"}
-            if self._send(peer, [Header(Op.ERROR).pack() + encode_meta(fields)]):
-                self._forget(peer)
+            self._send(peer, [Header(Op.ERROR).pack() + encode_meta(fields)])
+            self._forget(peer)
 
     def _forget(self, peer: bytes) -> None:
         self._keys.pop(peer, None)
@@ -272,6 +276,7 @@ class Service:
         ledger = self._shared.ledger
         sender, replaced = ledger.hello(peer, name, incarnation, first, time.monotonic())
         if replaced is not None:
+            self._keys.pop(replaced, None)
             self._refuse(replaced, f"a new process took over the name {name!r}")
         if sender is None:
             self._refuse(peer, f"a newer process has the name {name!r}")

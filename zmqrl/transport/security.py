@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, Optional, Sequence, Set, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple, Union
 
 import zmq
 import zmq.auth
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 CLIENTS = "clients"
 WORKERS = "workers"
+
+CURVE_BYTES = 33
+"""By which a frame grows when it is encrypted."""
 
 _LOOK_EVERY = 1.0
 """Seconds after which an allow-list is looked at again."""
@@ -137,7 +140,7 @@ class Door:
         self.insecure = insecure
         self.domain = "+".join(lists)
         self._lists = {name: _AllowList(keys, name) for name in lists} if keys is not None else {}
-        self._seen = self._all()
+        self._seen = self._current()
         self._turned_away = 0
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
@@ -163,10 +166,8 @@ class Door:
 
     def changed(self) -> bool:
         """Whether a key has gone since the last call."""
-        if self.keys is None:
-            return False
-        before, self._seen = self._seen, self._all()
-        return not before <= self._seen
+        before, self._seen = self._seen, self._current()
+        return before != self._seen and any(not b <= n for b, n in zip(before, self._seen))
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Answer libzmq, which asks at each handshake; called by the authenticator's thread."""
@@ -184,8 +185,8 @@ class Door:
             )
         return False
 
-    def _all(self) -> FrozenSet[str]:
-        return frozenset().union(*(allowed.current() for allowed in self._lists.values()))
+    def _current(self) -> List[FrozenSet[str]]:
+        return [allowed.current() for allowed in self._lists.values()]
 
 
 def key_of(door: Door, frame: zmq.Frame) -> str:

@@ -13,7 +13,7 @@ from typing import IO, Any, Optional, Sequence
 import zmq
 
 from zmqrl.errors import EndpointError
-from zmqrl.transport.security import Door, Keys
+from zmqrl.transport.security import CURVE_BYTES, Door, Keys
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def router(
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     _common(socket, heartbeat_s)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_mb << 20)
+    socket.setsockopt(zmq.MAXMSGSIZE, (max_message_mb << 20) + CURVE_BYTES)
     # A peer that is gone is an error that the broker can count, not a message lost in silence.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A peer that reconnects after a cut takes over its own half-dead connection.
