@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import zmq
 from conftest import TESTS, Pool, wait_for
+from faults.test_pool import Load
 from gymnasium import spaces
 
 from zmqrl import PolicyClient
@@ -36,9 +37,6 @@ from zmqrl.transport.bundles import add_bundle, make_bundles, revoke
 from zmqrl.transport.codec import decode_meta, encode, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
 from zmqrl.transport.security import Keys
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_pool import Load
 
 X = {"x": np.ones((1, 3))}
 HELLO = Header(Op.HELLO).pack() + encode_meta({"name": "stranger", "incarnation": 1})
