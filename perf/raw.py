@@ -34,7 +34,7 @@ _WARM_UP_S = 0.5
 
 def worker(endpoint: str, *keys: str) -> None:
     """Serve until SIGTERM."""
-    socket = _dealer(endpoint, keys)
+    socket = _dealer(endpoint, "worker", keys)
     socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "raw", "role": "worker"}))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     number = 0
@@ -62,7 +62,7 @@ def clients(endpoint: str, count: str, payload: str, seconds: str, *keys: str) -
     """Ask as fast as answers come, and print what that gave."""
     hello = {"role": "client", "incarnation": 1}
     body = bytes(int(payload))
-    crowd = [_dealer(endpoint, keys) for _ in range(int(count))]
+    crowd = [_dealer(endpoint, "client", keys) for _ in range(int(count))]
     poller = zmq.Poller()
     for index, socket in enumerate(crowd):
         poller.register(socket, zmq.POLLIN)
@@ -102,8 +102,12 @@ def _ask(socket: zmq.Socket[bytes], request_id: int, body: bytes) -> None:
     socket.send(Header(Op.INFER, request_id=request_id, rows=1, budget_ms=60_000).pack() + body)
 
 
-def _dealer(endpoint: str, keys: tuple[str, ...]) -> zmq.Socket[bytes]:
-    return sockets.dealer(zmq.Context.instance(), endpoint)
+def _dealer(endpoint: str, role: str, keys: tuple[str, ...]) -> zmq.Socket[bytes]:
+    if not keys:
+        return sockets.dealer(zmq.Context.instance(), endpoint)
+    from zmqrl.transport.security import Keys
+
+    return sockets.dealer(zmq.Context.instance(), endpoint, keys=Keys.load(keys[0], role))
 
 
 if __name__ == "__main__":
