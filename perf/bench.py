@@ -18,7 +18,7 @@ from rows import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-BENCHES = ("faults", "throughput", "soak")
+BENCHES = ("faults", "throughput", "soak", "fuzz")
 
 
 def main() -> int:

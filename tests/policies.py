@@ -33,6 +33,9 @@ class Echo:
                 return {"actions": x[:-1]}
             if command == "object array":
                 return {"actions": np.array([None] * len(x))}
+            if command == "strided":
+                # Twice the size of a large array, and no two of its numbers beside each other.
+                return {"actions": np.asfortranarray(np.repeat(x, 4000, axis=1))[::-1, ::2]}
             if command == "hold the GIL":
                 ctypes.PyDLL(None).sleep(3)
             if command == "die":

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from conftest import Pool, wait_for
@@ -174,6 +176,18 @@ def test_an_output_that_cannot_be_sent_is_an_error_for_its_client_and_reaches_no
     with pytest.raises(PolicyError, match="dtype object"):
         refused.result()
     assert (answered.result()["actions"] == 2).all()
+
+
+def test_a_reply_that_is_not_contiguous_arrives_whole_and_its_batch_mates_too(pool: Pool) -> None:
+    pool.start(seconds=0.1)
+    blocker, odd, good = pool.client(), pool.client(), pool.client()
+    pending = blocker.submit(x(0))
+    strided = odd.submit({"x": np.array([[1.0, 2.0], [3.0, 4.0]]), "command": ["strided", "ok"]})
+    answered = good.submit({**x(5), "command": ["ok", "ok"]})
+    pending.result()
+    expected = np.repeat([[3.0, 4.0], [1.0, 2.0]], 2000, axis=1)
+    np.testing.assert_array_equal(strided.result()["actions"], expected)
+    assert (answered.result()["actions"] == 5).all()
 
 
 def test_the_remote_policy_acts_as_the_same_policy_in_this_process(pool: Pool) -> None:
@@ -395,6 +409,29 @@ def test_two_threads_on_one_client_raise_instead_of_mixing_replies(pool: Pool) -
     assert results == [3]
 
 
+def test_eight_threads_on_one_client_get_their_own_answers_or_a_named_error(pool: Pool) -> None:
+    client = pool.start(workers=2).client()
+    outcomes: list[str] = []
+
+    def loop(number: int) -> None:
+        for step in range(200):
+            value = number * 1000 + step
+            try:
+                result = client.infer(x(value))["actions"]
+                outcomes.append("right" if (result == value).all() else f"{result} for {value}")
+            except ClientInUse:
+                outcomes.append("in use")
+
+    threads = [threading.Thread(target=loop, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 1600
+    assert set(outcomes) <= {"right", "in use"}
+    assert client.infer(x(7))["actions"][0, 0] == 7
+
+
 def test_eight_threads_with_a_client_each_get_their_own_answers(pool: Pool) -> None:
     pool.start(workers=2)
     wrong: list[object] = []
@@ -436,6 +473,31 @@ def test_after_a_fork_parent_and_children_each_get_their_own_answers(pool: Pool)
     for child in children:
         child.join(10)
         assert child.exitcode == 0
+
+
+class _Slow(gymnasium.Env):  # type: ignore[misc]
+    observation_space = gymnasium.spaces.Box(-1, 1, (3,))
+    action_space = gymnasium.spaces.Box(-1, 1, (3,))
+
+    def reset(self, **options: Any) -> Any:
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: np.ndarray) -> Any:
+        return action, 1.0, False, False, {}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_simulators_that_are_forked_after_the_client_was_used_are_no_harm(pool: Pool) -> None:
+    client = pool.start().client()
+    assert client.infer(x(1))["actions"][0, 0] == 1
+    envs = gymnasium.vector.AsyncVectorEnv([_Slow, _Slow], context="fork")
+    observation, _ = envs.reset()
+    for value in range(1, 20):
+        actions = client.infer({"x": observation + np.float32(value / 20)})["actions"]
+        observation, *_ = envs.step(np.clip(actions - observation, -1, 1))
+        np.testing.assert_allclose(observation, value / 20, atol=1e-6)
+    envs.close()
+    assert client.infer(x(2))["actions"][0, 0] == 2
 
 
 def _use_the_parents_request(pending: Pending, answers: multiprocessing.Queue) -> None:

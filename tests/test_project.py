@@ -52,6 +52,14 @@ def test_no_part_of_the_package_unpickles_or_evaluates_what_it_receives() -> Non
             assert not names & forbidden, f"{path}: {names & forbidden}"
 
 
+def test_no_socket_option_and_no_tracker_is_used_that_fails_in_silence() -> None:
+    # The first two end the process when an identity is taken; a tracker knows the last frame only.
+    for path in SOURCES:
+        text = path.read_text()
+        for name in ("CONNECT_ROUTING_ID", "CONNECT_RID", "track=", "zmq.REQ", "zmq.REP", "zmq.PUB"):
+            assert not re.search(rf"{re.escape(name)}\b", text), f"{path} uses {name}"
+
+
 def test_the_stock_decoder_never_sees_received_bytes() -> None:
     text = (ROOT / "zmqrl" / "transport" / "codec.py").read_text()
     used = set(re.findall(r"msgpack_numpy\.(\w+)", text))

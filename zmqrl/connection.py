@@ -307,7 +307,10 @@ class Connection:
             request.predict_seconds = header.predict_us / 1e6
             request.reply_size = sum(len(frame) for frame in frames) - HEADER_SIZE
             try:
-                self._end(request, result=decode(first[HEADER_SIZE:], frames[1:]))
+                result = decode(first[HEADER_SIZE:], frames[1:])
+                if not isinstance(result, dict):
+                    raise DecodeError(f"it is a {type(result).__name__}, not a dict")
+                self._end(request, result=result)
             except DecodeError as error:
                 self._end(request, error=PolicyError(f"the reply cannot be read: {error}"))
         elif header.op == Op.KNOWN:

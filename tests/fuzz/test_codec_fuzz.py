@@ -1,3 +1,5 @@
+import os
+
 import msgpack
 import numpy as np
 import pytest
@@ -17,6 +19,9 @@ from zmqrl.transport.header import (
     unpack_table,
 )
 from zmqrl.transport.tree import MAX_DEPTH
+
+thorough = settings(max_examples=int(os.environ.get("ZMQRL_FUZZ_EXAMPLES", "500")), deadline=None)
+"""More with `ZMQRL_FUZZ_EXAMPLES=100000 bin/test tests/fuzz --timeout=0`."""
 
 TREES = [
     {
@@ -113,13 +118,13 @@ def is_refused_or_a_tree(meta, buffers):
     check_tree(tree)
 
 
-@settings(max_examples=500, deadline=None)
+@thorough
 @given(meta=st.binary(max_size=200), buffers=frames)
 def test_any_bytes_are_refused_or_a_tree(meta, buffers):
     is_refused_or_a_tree(meta, buffers)
 
 
-@settings(max_examples=1000, deadline=None)
+@thorough
 @given(node=nodes, buffers=frames)
 def test_any_msgpack_is_refused_or_a_tree(node, buffers):
     try:
@@ -129,7 +134,7 @@ def test_any_msgpack_is_refused_or_a_tree(node, buffers):
     is_refused_or_a_tree(meta, buffers)
 
 
-@settings(max_examples=1000, deadline=None)
+@thorough
 @given(data=st.data(), dtype=dtypes, shape=st.lists(st.integers(0, 3), max_size=3), framed=st.booleans())
 def test_an_array_of_any_dtype_and_any_bytes_is_refused_or_a_tree(data, dtype, shape, framed):
     try:
@@ -147,7 +152,7 @@ def test_a_good_message_that_was_changed_is_refused_or_a_tree(tree):
     encoded = encode(tree)
     good = [bytearray(buffer) for buffer in encoded.buffers]
 
-    @settings(max_examples=400, deadline=None)
+    @thorough
     @given(meta=mutated(encoded.meta), swap=st.permutations(good), cut=st.integers(0, 9))
     def check(meta, swap, cut):
         is_refused_or_a_tree(meta, good)
@@ -158,7 +163,7 @@ def test_a_good_message_that_was_changed_is_refused_or_a_tree(tree):
     is_refused_or_a_tree(encoded.meta, good)
 
 
-@settings(max_examples=300, deadline=None)
+@thorough
 @given(
     meta=st.binary(max_size=100) | mutated(msgpack.packb({"name": "env", "rank": 3, "list": [1, {}]}))
 )
@@ -177,7 +182,7 @@ BATCH = join_batch(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@thorough
 @given(first=mutated(BATCH[0]) | st.binary(max_size=120).map(Header(Op.RESULT).pack().__add__))
 def test_a_batch_table_that_was_changed_is_refused_or_adds_up(first):
     try:

@@ -38,6 +38,7 @@ from zmqrl.learner.port import Learner
 from zmqrl.recording import Recording, uplink
 from zmqrl.recording.builder import TrajectoryBuilder
 from zmqrl.spaces import Spaces
+from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode_meta, encode, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
 
@@ -671,11 +672,15 @@ def malformed():
     fields = {"name": "x", "incarnation": 1, "first": 1, "spaces": None}
     for wrong in (
         {"name": 1}, {"name": ""}, {"name": "x" * 300}, {"incarnation": -1}, {"incarnation": "1"},
-        {"first": 0}, {"first": None}, {"first": 1.5}, {"spaces": {}}, {"spaces": [1]},
+        {"first": 0}, {"first": None}, {"first": 1.5}, {"first": 2**63}, {"incarnation": 2**63},
+        {"spaces": {}}, {"spaces": [1]},
         {"spaces": {"observation": {"x": [[float("inf")], "f"]}, "action": {}}},
     ):  # fmt: skip
         yield [hello + encode_meta({**fields, **wrong})]
-    for wrong in ({"version": "1"}, {"loaded": None}, {"failed": [1]}):
+    for wrong in (
+        {"version": "1"}, {"loaded": None}, {"failed": [1]}, {"serving": -1}, {"loaded": 2**48},
+        {"version": 2**63}, {"name": "x" * (1 << 15)},
+    ):  # fmt: skip
         yield [Header(Op.WANT).pack() + encode_meta(wrong)]
     rng = random.Random(0)
     for _ in range(100):
@@ -720,6 +725,32 @@ def test_a_trajectory_whose_header_lies_about_its_env_steps_is_dropped(learner, 
     books = port.books()
     assert (books["env_steps"], books["received"], books["dropped"]) == (4, 2, 1)
     assert (port.invalid, port.last_invalid[:8]) == (1, "stranger")
+
+
+def test_the_numbers_of_rollout_workers_can_be_summed_and_sent_whatever_they_say(learner, stranger):
+    port = learner()
+    for number in range(3):
+        hostile = stranger()
+        most = {"serving": 2**63 - 1, "loaded": 2**48 - 1, "failed": 2**48 - 1}
+        hostile.say(Op.WANT, 1, {"name": str(number), **most})
+        hostile.say(Op.WANT, 2, {"name": "more", **most, "loaded": 2**64 - 1})
+        hostile.hear(Op.ERROR, Op.WEIGHTS)
+    workers = port.rollout_workers()
+    assert len(workers) == 3
+    encode_meta({"loaded": sum(worker["loaded"] for worker in workers.values())})
+
+
+def test_what_early_senders_say_is_not_kept_beyond_a_few_words(learner, stranger):
+    port = learner(publish=False)
+    early = stranger()
+    made = Spaces.of(observation(0), ACTIONS).fields()
+    fields = {"name": "early", "incarnation": 1, "first": 1, "spaces": made, "more": "x" * (1 << 20)}
+    early.say(Op.HELLO, 1, fields, frames=[bytes(1 << 20)] * 8)
+    wait_for(lambda: port._service._early, "the introduction")
+    (kept,) = port._service._early.values()
+    assert len(repr(kept)) < 1000
+    port.publish({"w": np.zeros(3)})
+    early.hear(Op.WELCOME)
 
 
 def test_what_is_no_trajectory_is_dropped_and_named(learner, stranger):
@@ -847,6 +878,27 @@ def test_a_restarted_learner_orders_evaluations_from_the_same_workers(learner, e
     assert port.evaluate(0) == 1
     orders.done(wait_for(lambda: orders.next(0.5), "the order of the next learner"))
     wait_for(lambda: port.evaluation_is_over(1), "the evaluation")
+
+
+def test_an_order_that_is_none_is_skipped(endpoint, made):
+    context = zmq.Context()
+    strange = sockets.router(context, endpoint)
+    orders = Orders(endpoint, "eval-0")
+    made.append(orders)
+    answers = [{"epoch": "7"}, {"epoch": 7, "env_steps": None}, {"epoch": [], "env_steps": {}}, {}]
+    answers += [{"epoch": 7, "env_steps": 70}]
+    thread = threading.Thread(target=lambda: found.append(orders.next(10.0)))
+    found: list = []
+    thread.start()
+    peer, _ = strange.recv_multipart()
+    for junk in ([b""], [b"x" * 80], [Header(Op.EVALUATE, request_id=3).pack() + b"\xc1"]):
+        strange.send_multipart([peer, *junk])
+    for number, fields in enumerate(answers):
+        answer = Header(Op.EVALUATE, request_id=number if fields else 0, policy_version=2)
+        strange.send_multipart([peer, answer.pack() + encode_meta(fields)])
+    thread.join()
+    assert [(order.number, order.env_steps, order.epoch) for order in found] == [(4, 70, 7)]
+    context.destroy(0)
 
 
 def test_an_evaluation_before_any_weights_is_refused(learner):

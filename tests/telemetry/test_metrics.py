@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 from conftest import wait_for
 from rich.console import Console
 
-from zmqrl.errors import DecodeError
+from zmqrl.errors import DecodeError, EndpointError
 from zmqrl.telemetry.jsonl import JsonLines
 from zmqrl.telemetry.live import LiveLine
 from zmqrl.telemetry.metrics import EnvView, bottleneck, episode_metrics, run_metrics
 from zmqrl.telemetry.report import Collector, EnvTotals, Episode, Report, Reporter, unpack
 from zmqrl.telemetry.table import summary
+from zmqrl.transport.codec import encode_meta
 
 
 def episode(env: int, total: float, length: int, once: bool | None, end: bool | None) -> Episode:
@@ -204,9 +209,90 @@ def test_nonsense_at_the_collector_is_skipped(folder: Path) -> None:
         socket.close()
 
 
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_second_reader_of_reports_is_refused_and_the_first_goes_on(
+    folder: Path, free_ports: list[int], transport: str
+) -> None:
+    ends = {"ipc": f"ipc://{folder}/report", "tcp": f"tcp://127.0.0.1:{free_ports[0]}"}
+    endpoint = ends[transport]
+    collector, reporter = Collector(endpoint), Reporter(endpoint)
+    for _ in range(2):
+        with pytest.raises(EndpointError, match="in use"):
+            Collector(endpoint)
+    reporter.send(Report("eval-0", 0))
+    assert wait_for(lambda: [r.name for r in collector.collect(0.1)], "the report") == ["eval-0"]
+    reporter.close()
+    collector.close()
+
+
 def test_a_report_with_wrong_fields_is_refused() -> None:
     with pytest.raises(DecodeError):
         unpack(b"\x81\xa4name\xa1x")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": 3},
+        {"rank": "0"},
+        {"rank": -1},
+        {"rank": True},
+        {"incarnation": None},
+        {"evaluation": 1.5},
+        {"began": "now"},
+        {"finished": 1},
+        {"totals": []},
+        {"totals": {"wait_s": "long"}},
+        {"totals": {"env_steps": None}},
+        {"totals": {"env_steps": 2.5}},
+        {"totals": {"nobody knows": 1}},
+        {"delays": 1},
+        {"delays": {"average": 1.0}},
+        {"delays": {"average": 1.0, "max": None, "median": 1.0, "min": 1.0}},
+        {"episodes": None},
+        {"episodes": [None]},
+        {"episodes": [{"env": 1}]},
+        {"episodes": [{**asdict(episode(0, 1.0, 1, True, None)), "total_return": "much"}]},
+        {"episodes": [{**asdict(episode(0, 1.0, 1, True, None)), "success_once": 1}]},
+        {"more": 1},
+        {"learner": None},
+        {"learner": {"metrics": []}},
+        {"learner": {"metrics": {"env_steps": "many"}}},
+        {"learner": {"metrics": {"env_steps": None}}},
+        {"learner": {"finished": "no"}},
+    ],
+    ids=repr,
+)
+def test_a_report_that_nobody_could_count_with_is_refused(wrong: dict[str, Any]) -> None:
+    good = Report("eval-0", 0, episodes=[episode(0, 1.0, 1, True, None)])
+    assert unpack(good.pack()) == good
+    with pytest.raises(DecodeError):
+        unpack(encode_meta({**asdict(good), **wrong}))
+
+
+def test_a_flood_of_nonsense_does_not_keep_the_reader_of_reports(folder: Path) -> None:
+    collector = Collector(f"ipc://{folder}/report")
+    stopping = threading.Event()
+
+    def flood() -> None:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(f"ipc://{folder}/report")
+            while not stopping.is_set():
+                if stranger.poll(100, zmq.POLLOUT):
+                    stranger.send(b"\xc1" * 1000)
+
+    floods = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in floods:
+        thread.start()
+    begin = time.monotonic()
+    for _ in range(3):
+        assert collector.collect(0.1) == []
+    assert time.monotonic() - begin < 20
+    stopping.set()
+    for thread in floods:
+        thread.join()
+    collector.close()
 
 
 def test_json_lines_are_on_disk_one_record_a_line(tmp_path: Path) -> None:

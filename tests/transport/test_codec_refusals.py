@@ -1,16 +1,19 @@
+import contextlib
 import enum
 import fractions
 import os
 import pickle
+import struct
+import tracemalloc
 
 import msgpack
 import numpy as np
 import pytest
 
 from zmqrl.errors import DecodeError, EncodeError
-from zmqrl.transport import codec
 from zmqrl.transport.codec import LARGE, MAX_META, decode, decode_meta, encode
 from zmqrl.transport.tree import MAX_DEPTH
+from zmqrl.transport.unpacking import MAX_NODES
 
 
 class Unsendable:
@@ -103,11 +106,29 @@ def test_a_tree_that_holds_itself_is_refused():
         encode(tree)
 
 
-def test_a_list_longer_than_the_receiver_takes_is_refused_at_the_sender(monkeypatch):
-    monkeypatch.setattr(codec, "MAX_META_ITEMS", 3)
-    encode({"task": ["a"] * 3})
-    with pytest.raises(EncodeError, match="'task' has 4 items; 3 is the most"):
-        encode({"task": ["a"] * 4})
+def test_a_list_longer_than_the_receiver_takes_is_refused_at_the_sender():
+    with pytest.raises(EncodeError, match=f"'task' has {MAX_NODES + 1} items; {MAX_NODES} is the most"):
+        encode({"task": [None] * (MAX_NODES + 1)})
+
+
+def test_as_many_items_as_the_receiver_takes_can_be_sent_and_not_one_more():
+    tree = {"a": [None] * (MAX_NODES - 4), "b": [7]}  # with the two keys, and one in reserve
+    assert decode(encode(tree).meta) == tree
+    assert decode(encode({**tree, "b": [7, 8]}).meta)["b"] == [7, 8]
+    with pytest.raises(EncodeError, match=f"the tree has {MAX_NODES + 1} items"):
+        encode({**tree, "b": [7, 8, 9]})
+    with pytest.raises(DecodeError, match=f"more than {MAX_NODES} items"):
+        decode(msgpack.packb({**tree, "b": [7, 8, 9]}))
+
+
+def test_an_empty_array_of_many_rows_is_refused_on_both_sides():
+    empty = np.empty((MAX_NODES, 0, 3))
+    assert decode(encode(empty).meta).shape == empty.shape
+    with pytest.raises(EncodeError, match="too many rows of nothing"):
+        encode({"x": np.empty((MAX_NODES + 1, 0))})
+    for shape in ([2**32 - 1, 0], [2**17, 2**17, 0, 4]):
+        refuse(array_node(shape=shape, data=b""))
+    assert encode(np.empty((0, 480, 640, 3))).signature == encode(np.empty((9, 480, 640, 3))).signature
 
 
 # -- The receiver
@@ -404,6 +425,51 @@ def test_a_field_of_an_array_that_is_deeply_nested_is_refused(key, depth):
 def test_the_fields_of_a_plain_message_are_not_deeply_nested(depth):
     with pytest.raises(DecodeError):
         decode_meta(msgpack.packb({"message": nested_list(depth)}))
+
+
+def lists_of(item, count):
+    """Lists of a hundred items each, as bytes; `item` is msgpack."""
+    return struct.pack(">BI", 0xDD, count // 100) + (b"\xdc\0\x64" + item * 100) * (count // 100)
+
+
+AMPLIFIED = {
+    "empty maps": lists_of(b"\x80", 2_000_000),
+    "empty lists": lists_of(b"\x90", 2_000_000),
+    "maps of one": lists_of(b"\x81\xa0\xc0", 600_000),
+    "short texts": lists_of(b"\xa2ab", 600_000),
+    "short bytes": lists_of(b"\xc4\x02ab", 500_000),
+    "numbers": lists_of(b"\xcb12345678", 230_000),
+    "lists that claim more than there is": struct.pack(">BI", 0xDD, MAX_NODES) * 500 + bytes(1 << 20),
+    "a few bytes that claim much": struct.pack(">BI", 0xDD, MAX_NODES) * 500,
+    "as many items as may be": lists_of(b"\x81\xa0\xc0", 60_000),
+}
+
+
+def test_what_would_unpack_to_many_times_its_size_is_refused_before_the_memory_is_spent():
+    for name, meta in AMPLIFIED.items():
+        for read in (decode, lambda meta: decode_meta(b"\x81\xa1x" + meta, MAX_META)):
+            assert len(meta) <= MAX_META - 3
+            tracemalloc.start()
+            with contextlib.suppress(DecodeError):
+                read(meta)
+            spent = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert spent < 64e6, f"{name}: {spent / 1e6:.0f} MB"
+
+
+@pytest.mark.parametrize("name", [name for name in AMPLIFIED if name != "as many items as may be"])
+def test_too_many_items_are_refused_in_trees_and_fields_alike(name):
+    with pytest.raises(DecodeError):
+        decode(AMPLIFIED[name])
+    with pytest.raises(DecodeError):
+        decode_meta(b"\x81\xa1x" + AMPLIFIED[name], MAX_META)
+
+
+@pytest.mark.parametrize("bad", [msgpack.ExtType(3, b"x"), msgpack.Timestamp(1)])
+def test_fields_take_no_extension(bad):
+    for fields in ({"x": bad}, {"x": [{"y": bad}]}):
+        with pytest.raises(DecodeError):
+            decode_meta(msgpack.packb(fields))
 
 
 def test_a_meta_above_the_limit_is_refused_on_both_sides():

@@ -8,7 +8,7 @@ from zmqrl.broker import pool as words
 from zmqrl.broker.pool import Pool
 from zmqrl.broker.records import MAX_PHASE, REST, Client, Introduction
 from zmqrl.errors import DecodeError
-from zmqrl.transport.codec import decode_meta
+from zmqrl.transport.codec import MAX_REQUEST, decode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op
 
 
@@ -32,7 +32,7 @@ class ClientLeg:
         client = pool.clients.get(peer)
         op, request_id = header.op, header.request_id
         if op == Op.HELLO:
-            self._hello(peer, client, decode_meta(message[0][HEADER_SIZE:]), key)
+            self._hello(peer, client, decode_meta(message[0][HEADER_SIZE:], MAX_REQUEST), key)
             return
         if op not in (Op.INFER, Op.KNOWN, Op.CANCEL, Op.REST, Op.PHASE, Op.BYE):
             raise DecodeError(f"op {op} has no meaning from a client")
@@ -50,7 +50,7 @@ class ClientLeg:
             client.modes[header.stage] = None
             client.enters(REST, pool.now)
         elif op == Op.PHASE:
-            client.enters(_phase_of(decode_meta(message[0][HEADER_SIZE:])), pool.now)
+            client.enters(_phase_of(decode_meta(message[0][HEADER_SIZE:], MAX_REQUEST)), pool.now)
         elif op == Op.CANCEL:
             if request_id in client.requests:
                 pool.cancel(client.requests[request_id])

@@ -46,7 +46,7 @@ class StatusClient:
             try:
                 header = unpack(frames[0])
                 if header.op == Op.STATUS and header.request_id == request_id:
-                    return decode_meta(frames[0][HEADER_SIZE:], MAX_META)
+                    return _checked(decode_meta(frames[0][HEADER_SIZE:], MAX_META))
                 if header.op == Op.ERROR and header.request_id == 0:
                     message = decode_meta(frames[0][HEADER_SIZE:]).get("message")
                     raise AuthenticationFailed(f"{self._endpoint}: {message}")
@@ -70,3 +70,20 @@ class StatusClient:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close(0)
+
+
+def _checked(status: dict[str, Any]) -> dict[str, Any]:
+    """The status, if what others count with is there and made of numbers.
+
+    Raises:
+        DecodeError: It is not.
+    """
+    totals = status.get("totals")
+    counted = [status.get("counters"), *(totals.values() if isinstance(totals, dict) else [None])]
+    for numbers in counted:
+        if not isinstance(numbers, dict) or any(type(n) not in (int, float) for n in numbers.values()):
+            raise DecodeError("not a status: a counter is no number")
+    for peers in (status.get("workers"), status.get("clients")):
+        if not isinstance(peers, list) or not all(isinstance(peer, dict) for peer in peers):
+            raise DecodeError("not a status: it tells no peers")
+    return status

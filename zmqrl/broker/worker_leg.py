@@ -8,7 +8,7 @@ from zmqrl.broker import pool as words
 from zmqrl.broker.pool import Pool
 from zmqrl.broker.records import Batch, Introduction, Request, State, Worker, WorkerTotals
 from zmqrl.errors import DecodeError
-from zmqrl.transport.codec import decode_meta
+from zmqrl.transport.codec import MAX_REQUEST, decode_meta
 from zmqrl.transport.header import (
     HEADER_SIZE,
     Entry,
@@ -47,7 +47,7 @@ class WorkerLeg:
         """
         worker = self._pool.workers.get(peer)
         if header.op == Op.HELLO:
-            self._hello(peer, worker, decode_meta(message[0][HEADER_SIZE:]), key)
+            self._hello(peer, worker, decode_meta(message[0][HEADER_SIZE:], MAX_REQUEST), key)
         elif worker is None:
             self._pool.counters.unknown += 1
             self._pool.to_workers.append((peer, words.plain(Op.UNKNOWN, {})))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -110,6 +111,7 @@ class Orders:
         try:
             header = unpack(first)
             fields = decode_meta(first[HEADER_SIZE:])
+            epoch, env_steps = (_number(fields, key) for key in ("epoch", "env_steps"))
         except VersionMismatch as error:
             raise LearnerRefused(f"{self._endpoint}: {error}") from None
         except DecodeError:
@@ -118,7 +120,13 @@ class Orders:
         self._suspicion.end()
         if header.op == Op.ERROR and fields.get("code") in ("refused", "revoked"):
             raise AuthenticationFailed(f"the learner at {self._endpoint}: {fields.get('message')}")
-        epoch, env_steps = (int(fields.get(key, 0)) for key in ("epoch", "env_steps"))
         if header.op != Op.EVALUATE or (epoch == self._epoch and header.request_id <= self._done):
             return None
         return Order(header.request_id, header.policy_version, env_steps, epoch)
+
+
+def _number(fields: dict[str, Any], key: str) -> int:
+    value = fields.get(key, 0)
+    if type(value) is not int:
+        raise DecodeError(f"not an order: its {key} is no number")
+    return value

@@ -23,7 +23,7 @@ from zmqrl.learner.ledger import Sender
 from zmqrl.learner.shared import Arrival, Shared
 from zmqrl.spaces import Spaces
 from zmqrl.transport import sockets
-from zmqrl.transport.codec import MAX_META, decode_meta, encode_meta
+from zmqrl.transport.codec import MAX_META, MAX_REQUEST, decode_meta, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, MAX_FRAMES, Header, Op, request_id_of, unpack
 from zmqrl.transport.security import CLIENTS, WORKERS, Door, Keys, answer_handshakes, key_of
 
@@ -38,14 +38,25 @@ _REFUSED_FROM = 8
 _WHO_MAY = {Op.HELLO: CLIENTS, Op.EVALUATE: CLIENTS, Op.WANT: WORKERS}
 """On which allow-list a peer must be. Whatever else a peer says, it must have said HELLO before."""
 
-_NUMBERS = ("version", "pinned", "serving", "loaded", "failed")
-"""What a rollout worker tells of itself."""
+_NUMBERS = {"version": 63, "pinned": 63, "serving": 63, "loaded": 48, "failed": 48}
+"""What a rollout worker tells of itself, in so many bits: the counts of all can be summed in 64."""
 
 _HEARTBEAT_S = 60.0
 """Seconds that one array may be on its way here: the sender's sign of life waits behind it."""
 
 _MOST_NAMES = 10_000
 """Workers of one kind that are known by name, and senders that wait for the learner to be ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Hello:
+    """What a sender says of itself, its spaces apart."""
+
+    request_id: int
+    name: str
+    incarnation: int
+    first: int
+    """The number of the first trajectory that it still has in hand, or makes next."""
 
 
 @dataclass(slots=True)
@@ -120,7 +131,7 @@ class Service:
         self._wants: dict[bytes, _Want] = {}
         self._told: set[bytes] = set()  # who knows that the training has ended
         self._owed: dict[bytes, Sender] = {}
-        self._early: dict[bytes, tuple[Header, list[Any]]] = {}
+        self._early: dict[bytes, _Hello] = {}
         """HELLOs that came before the books were open."""
         self._refused = 0
         self._probed = time.monotonic()
@@ -262,19 +273,23 @@ class Service:
 
     def _hello(self, peer: bytes, header: Header, frames: list[Any]) -> None:
         fields = decode_meta(frames[0][HEADER_SIZE:], MAX_META)
-        name, incarnation, first = (fields.get(key) for key in ("name", "incarnation", "first"))
+        name = fields.get("name")
         if not isinstance(name, str) or not 0 < len(name) <= 200:
             raise DecodeError("HELLO: name must be a str of 1 to 200 characters")
-        if type(incarnation) is not int or type(first) is not int or incarnation < 0 or first < 1:
-            raise DecodeError("HELLO: incarnation and first must be numbers")
+        incarnation = _number("HELLO: incarnation", fields.get("incarnation"))
+        first = _number("HELLO: first", fields.get("first"), least=1)
         self._check_spaces(name, Spaces.of_fields(fields.get("spaces")))
-        if not self._shared.is_open:
-            if len(self._early) < _MOST_NAMES:
-                self._early[peer] = header, frames
-                self._send(peer, [Header(Op.PROBE).pack()])  # a word at least: somebody is here
-            return
-        ledger = self._shared.ledger
-        sender, replaced = ledger.hello(peer, name, incarnation, first, time.monotonic())
+        hello = _Hello(header.request_id, name, incarnation, first)
+        if self._shared.is_open:
+            self._welcome(peer, hello)
+        elif len(self._early) < _MOST_NAMES:
+            self._early[peer] = hello
+            self._send(peer, [Header(Op.PROBE).pack()])  # a word at least: somebody is here
+
+    def _welcome(self, peer: bytes, hello: _Hello) -> None:
+        ledger, name = self._shared.ledger, hello.name
+        now = time.monotonic()
+        sender, replaced = ledger.hello(peer, name, hello.incarnation, hello.first, now)
         if replaced is not None:
             self._keys.pop(replaced, None)
             self._refuse(replaced, f"a new process took over the name {name!r}")
@@ -289,14 +304,14 @@ class Service:
             "full": self._shared.is_full(),
             "max_frame": self._max_frame,
         }
-        welcome = Header(Op.WELCOME, request_id=header.request_id)
+        welcome = Header(Op.WELCOME, request_id=hello.request_id)
         self._send(peer, [welcome.pack() + encode_meta(marks)])
 
     def _welcome_the_early(self) -> None:
         if self._early and self._shared.is_open:
             early, self._early = self._early, {}
-            for peer, (header, frames) in early.items():
-                self._hello(peer, header, frames)
+            for peer, hello in early.items():
+                self._welcome(peer, hello)
 
     def _check_spaces(self, name: str, spaces: Spaces) -> None:
         shared = self._shared
@@ -389,14 +404,14 @@ class Service:
     # -- Rollout workers
 
     def _want(self, peer: bytes, header: Header, frames: list[Any]) -> None:
-        fields = decode_meta(frames[0][HEADER_SIZE:])
+        fields = decode_meta(frames[0][HEADER_SIZE:], MAX_REQUEST)
         known = self._wants.get(peer)
         if known is not None and known.request_id == header.request_id and known.answered:
             return  # the answer is on its way
         here = fields.get("epoch") == self._epoch
-        numbers = {key: fields.get(key, 0) for key in _NUMBERS}
-        if any(type(number) is not int for number in numbers.values()):
-            raise DecodeError(f"WANT: {', '.join(_NUMBERS)} are numbers")
+        numbers = {
+            key: _number(f"WANT: {key}", fields.get(key, 0), bits=bits) for key, bits in _NUMBERS.items()
+        }
         if known is None and len(self._wants) >= _MOST_NAMES:
             return  # it asks again; those that are gone are forgotten with the next version
         version, pinned = (numbers["version"], numbers["pinned"]) if here else (-1, -1)
@@ -418,7 +433,7 @@ class Service:
     # -- Eval workers
 
     def _evaluate(self, peer: bytes, header: Header, frames: list[Any]) -> None:
-        fields = decode_meta(frames[0][HEADER_SIZE:])
+        fields = decode_meta(frames[0][HEADER_SIZE:], MAX_REQUEST)
         name = str(fields.get("name"))[:200]
         shared = self._shared
         # An earlier life of the learner numbered its evaluations from 1, too.
@@ -434,3 +449,9 @@ class Service:
             self._send(peer, [answer.pack() + encode_meta(fields)])
         else:
             self._send(peer, [Header(Op.WELCOME).pack() + encode_meta({})])
+
+
+def _number(what: str, value: Any, least: int = 0, bits: int = 63) -> int:
+    if type(value) is not int or not least <= value < 2**bits:
+        raise DecodeError(f"{what} must be a number of at least {least} that has {bits} bits at most")
+    return value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 
@@ -13,6 +13,14 @@ from zmqrl.errors import DecodeError
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode_meta, encode_meta
 from zmqrl.transport.security import CLIENTS, Door, Keys, answer_handshakes, key_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_T = TypeVar("_T", bound="DataclassInstance")
+
+_BURST_S = 0.5
+"""Seconds after which a reader that is flooded looks at other things."""
 
 _EVERY = 0.5
 """Seconds between two reports of one env worker to its runner."""
@@ -106,13 +114,16 @@ class Report:
             DecodeError: They are not those of a report.
         """
         try:
-            tree["totals"] = EnvTotals(**tree["totals"])
-            tree["episodes"] = [Episode(**episode) for episode in tree["episodes"]]
-            report = cls(**tree)
+            totals = _checked(EnvTotals(**tree["totals"]))
+            episodes = [_checked(Episode(**episode)) for episode in tree["episodes"]]
+            report = _checked(cls(**{**tree, "totals": totals, "episodes": episodes}))
+            _check_numbers(report.delays)
+            if report.delays and sorted(report.delays) != _DELAYS:
+                raise TypeError("other delays than a report has")
         except (TypeError, KeyError) as error:
             raise DecodeError(f"not a report: {error}") from None
-        if not isinstance(report.rank, int) or not isinstance(report.name, str):
-            raise DecodeError("not a report: the name or the rank is of another type")
+        if report.rank < 0:
+            raise DecodeError("not a report: the rank is below 0")
         return report
 
 
@@ -136,12 +147,46 @@ class LearnerReport:
             DecodeError: They are not those of a report.
         """
         try:
-            report = cls(**tree)
+            report = _checked(cls(**tree))
+            _check_numbers(report.metrics)
         except TypeError as error:
             raise DecodeError(f"not a report: {error}") from None
-        if not isinstance(report.metrics, dict):
-            raise DecodeError("not a report: metrics are of another type")
         return report
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "bool": (bool,),
+    "float | None": (float, int, type(None)),
+    "bool | None": (bool, type(None)),
+}
+"""What a field may be that is annotated so."""
+
+_DELAYS = ["average", "max", "median", "min"]
+
+
+def _checked(report: _T) -> _T:
+    """The same record, if each field is what it is annotated to be.
+
+    Raises:
+        TypeError: Naming the field that is not.
+    """
+    for f in fields(report):
+        value = getattr(report, f.name)
+        allowed = _TYPES.get(str(f.type))
+        if allowed is not None and type(value) not in allowed:
+            raise TypeError(f"{f.name} is a {type(value).__name__}, not {f.type}")
+    return report
+
+
+def _check_numbers(numbers: Any) -> None:
+    if not isinstance(numbers, dict):
+        raise TypeError(f"a {type(numbers).__name__} in place of numbers by name")
+    for name, number in numbers.items():
+        if type(number) not in (int, float):
+            raise TypeError(f"{name} is a {type(number).__name__}, not a number")
 
 
 def unpack(data: bytes) -> Report | LearnerReport:
@@ -231,6 +276,7 @@ class Collector:
     """
 
     def __init__(self, endpoint: str, keys: Keys | None = None, insecure: bool = False) -> None:
+        self._lock = sockets.lock_endpoint(endpoint)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = Door(keys, [CLIENTS], insecure)
         self._authenticator = answer_handshakes(self._context, self._door)
@@ -248,15 +294,17 @@ class Collector:
         """
         reports: list[Report | LearnerReport] = []
         self._socket.poll(int(timeout * 1000))
-        while True:
+        until = time.monotonic() + _BURST_S
+        while time.monotonic() < until:
             try:
                 frame = self._socket.recv(sockets.NOBLOCK, copy=False)
                 if self._door.lets_in(key_of(self._door, frame)):  # it may be revoked by now
                     reports.append(unpack(frame.bytes))
             except zmq.Again:
-                return reports
+                break
             except DecodeError:
                 continue
+        return reports
 
     def close(self) -> None:
         """Close the socket."""
@@ -267,3 +315,5 @@ class Collector:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
+        if self._lock is not None:
+            self._lock.close()

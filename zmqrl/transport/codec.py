@@ -26,16 +26,16 @@ import numpy as np
 
 from zmqrl.errors import DecodeError, EncodeError
 from zmqrl.transport.tree import MAX_DEPTH, is_row_list
+from zmqrl.transport.unpacking import MAX_NODES, NO_EXTENSION, count_nodes, unpack
 
 LARGE = 4096
 """Bytes from which an array becomes a frame of its own."""
 
-MAX_META_ITEMS = 1 << 20
-"""The longest list or map in the meta of a message."""
-
 MAX_META = 2 << 20
-"""Bytes of the meta of a message: what is not in large arrays. A small message of empty maps unpacks to
-seventy times its size."""
+"""Bytes of the meta of a message: what is not in large arrays."""
+
+MAX_REQUEST = 1 << 14
+"""Bytes of the meta in which a peer introduces itself, or asks for something, in a few short words."""
 
 _MAX_PLAIN_DEPTH = 6
 _BFLOAT16 = "bfloat16"
@@ -84,6 +84,11 @@ def encode(tree: Any, copy: bool = True) -> Encoded:
             f"the tree without large arrays has {len(meta) / 2**20:.1f} MiB; "
             f"{MAX_META >> 20} MiB can be sent"
         )
+    if len(meta) > MAX_NODES and count_nodes(node) > MAX_NODES:
+        raise EncodeError(
+            f"the tree has {count_nodes(node)} items without those in arrays; {MAX_NODES} can be sent. "
+            "Make arrays of lists of numbers"
+        )
     shape = "".join(encoder.shape)
     signature = _cached_hash(shape) if len(shape) <= _MAX_CACHED else _hash(shape)
     return Encoded(meta, encoder.buffers, signature)
@@ -101,7 +106,7 @@ def decode(meta: Any, buffers: Sequence[Any] = ()) -> Any:
         DecodeError: The bytes are not a valid tree; no array has been built from the wrong part.
     """
     decoder = _Decoder(buffers)
-    tree = decoder.node(_unpack(meta, MAX_META), 0)
+    tree = decoder.node(unpack(meta, MAX_META), 0)
     if decoder.used != len(buffers):
         raise DecodeError(f"{len(buffers)} buffers came, {decoder.used} are used")
     return tree
@@ -124,22 +129,24 @@ def decode_meta(meta: Any, limit: int = 1 << 20) -> Dict[str, Any]:
     Raises:
         DecodeError: It is not a msgpack map with str keys, or large, or deeply nested.
     """
-    fields = _unpack(meta, limit)
+    fields = unpack(meta, limit)
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
         raise DecodeError("expected a map with str keys")
-    _check_depth(fields, 0)
+    _check_plain(fields, 0)
     return fields
 
 
-def _check_depth(node: Any, depth: int) -> None:
+def _check_plain(node: Any, depth: int) -> None:
     if depth > _MAX_PLAIN_DEPTH:
         raise DecodeError(f"the fields are nested deeper than {_MAX_PLAIN_DEPTH}")
     if isinstance(node, dict):
         node = node.values()
+    elif isinstance(node, msgpack.Timestamp):
+        raise DecodeError(NO_EXTENSION)
     elif not isinstance(node, list):
         return
     for child in node:
-        _check_depth(child, depth + 1)
+        _check_plain(child, depth + 1)
 
 
 def _hash(shape: str) -> int:
@@ -165,8 +172,8 @@ class _Encoder:
         if isinstance(node, dict):
             return self.mapping(node, path, depth)
         if isinstance(node, (list, tuple)):
-            if len(node) > MAX_META_ITEMS:
-                raise EncodeError(f"{_at(path)} has {len(node)} items; {MAX_META_ITEMS} is the most")
+            if len(node) > MAX_NODES:
+                raise EncodeError(f"{_at(path)} has {len(node)} items; {MAX_NODES} is the most")
             if is_row_list(node):
                 self.shape.append("rows;")
                 return [self.scalar(item, f"{path}[{i}]") for i, item in enumerate(node)]
@@ -220,6 +227,10 @@ class _Encoder:
                 )
         if array.ndim > _MAX_DIMENSIONS:
             raise EncodeError(f"{_at(path)} has {array.ndim} dimensions; {_MAX_DIMENSIONS} is the most")
+        if array.size == 0 and _empty_rows(array.shape) > MAX_NODES:
+            raise EncodeError(
+                f"{_at(path)} is empty and has shape {array.shape}: too many rows of nothing"
+            )
         if array.ndim:
             self.shape.append(f"{dtype}{array.shape[1:]};")
         else:
@@ -298,8 +309,8 @@ class _Decoder:
             return {key: self.node(child, depth + 1) for key, child in node.items()}
         if isinstance(node, list):
             return [self.node(child, depth + 1) for child in node]
-        if isinstance(node, (msgpack.ExtType, msgpack.Timestamp)):
-            raise DecodeError("a msgpack extension is no part of the protocol")
+        if isinstance(node, msgpack.Timestamp):
+            raise DecodeError(NO_EXTENSION)
         return node
 
     def array(self, node: Dict[Any, Any]) -> np.ndarray:
@@ -322,6 +333,8 @@ class _Decoder:
         if view.nbytes != size:
             raise DecodeError(f"an array of shape {shape} and dtype {dtype} has {view.nbytes} bytes")
         if size == 0:
+            if _empty_rows(shape) > MAX_NODES:
+                raise DecodeError(f"an array of shape {shape} has too many rows of nothing")
             try:
                 array = np.empty(shape, dtype)
             except ValueError as error:  # the other lengths alone are too much
@@ -350,20 +363,12 @@ class _Decoder:
         return np.frombuffer(data, dtype)[0].astype(dtype.newbyteorder("="))
 
 
-def _unpack(meta: Any, limit: int) -> Any:
-    if len(meta) > limit:
-        raise DecodeError(f"{len(meta)} bytes of meta; {limit} is the most")
-    try:
-        return msgpack.unpackb(
-            meta,
-            raw=False,
-            strict_map_key=True,
-            max_array_len=MAX_META_ITEMS,
-            max_map_len=MAX_META_ITEMS,
-        )
-    except Exception as error:  # msgpack raises a dozen types, some of them bare ValueErrors
-        words = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise DecodeError(f"not valid msgpack ({words})") from None
+def _empty_rows(shape: Tuple[int, ...]) -> int:
+    """How many parts an empty array has although it has no bytes: those before the axis of length 0."""
+    rows = 1
+    for length in shape[: shape.index(0)]:
+        rows *= length
+    return rows
 
 
 @functools.lru_cache(maxsize=1024)

@@ -305,5 +305,5 @@ def lock_endpoint(endpoint: str) -> Optional[IO[str]]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise EndpointError(f"cannot bind {endpoint}: it is in use by a running broker") from None
+        raise EndpointError(f"cannot bind {endpoint}: it is in use by a running process") from None
     return lock
