@@ -29,6 +29,8 @@ class Table:
         self._rows.append(row)
         words = [f"{key} {_text(row.get(key))}" for key in self._columns[1:]]
         self._console.print(f"{row[self._columns[0]]}: {', '.join(words)}", style="dim", markup=False)
+        if row.get("note"):
+            self._console.print(f"  {row['note']}", style="red", markup=False)
 
     def end(self) -> None:
         """Print the table."""

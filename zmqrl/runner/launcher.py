@@ -55,10 +55,17 @@ class Launcher:
         self.children: dict[str, Child] = {}
         self._on_line = on_line
 
-    def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start `zmqrl ARGUMENTS …` under `name`, which no running child has.
+    def start(
+        self, name: str, arguments: Sequence[str], program: Sequence[str] = ("-m", "zmqrl")
+    ) -> None:
+        """Start a process under `name`, which no running child has.
 
         Its standard input is empty: a simulator that asks a question gets an end of file.
+
+        Args:
+            name: Of the child.
+            arguments: Of the program.
+            program: What Python is to run.
         """
         if name in self.children:
             self.kill(name)
@@ -71,7 +78,7 @@ class Launcher:
         environment[DEATH_PIPE] = str(theirs)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "zmqrl", *arguments],
+                [sys.executable, *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,91 @@
+"""Clients in processes of their own, for drills that kill, freeze or restart them.
+
+`python crowd.py JSON`: one process for each client, all in one process group, so that hundreds can be
+killed at once. SIGTERM makes them finish. Each process prints its ledger when it changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:1] = [str(Path(__file__).resolve().parent.parent)]
+
+from faults.load import Ledger, Load
+from zmqrl import errors
+from zmqrl.process import StopSignal, tie_to_launcher
+
+_EVERY = 0.1
+
+
+def ledgers(lines: Sequence[str], child: str) -> list[Ledger]:
+    """The last ledger of each process of a crowd.
+
+    Args:
+        lines: What the children of a pool have printed.
+        child: The crowd's name.
+    """
+    last: dict[int, Ledger] = {}
+    for line in lines:
+        if line.startswith(f"[{child}] {{"):
+            said = json.loads(line.partition(" ")[2])
+            pid = said.pop("pid")
+            last[pid] = Ledger.of(said)
+    return list(last.values())
+
+
+def _ask(number: int, endpoint: str, stop: StopSignal, options: dict[str, Any]) -> None:
+    """Be one client until it is told to stop, or has asked its `requests`."""
+    kinds = tuple(getattr(errors, name) for name in options.pop("expects", ()))
+    options = {key: _with_number(value, number) for key, value in options.items()}
+    load = Load(endpoint, 1, first=number, expects=kinds, **options)
+    said = -1
+    while not stop() and load.is_running():
+        if load.ledger.requests != said:
+            said = load.ledger.requests
+            _say(load.ledger)
+        time.sleep(_EVERY)
+    _say(load.finish())
+
+
+def _with_number(value: Any, number: int) -> Any:
+    return value.format(number) if isinstance(value, str) else value
+
+
+def _say(ledger: Ledger) -> None:
+    # In one piece: the lines of all processes go into one pipe.
+    os.write(1, (json.dumps({"pid": os.getpid(), **ledger.plain()}) + "\n").encode())
+
+
+def main() -> None:
+    """Fork the processes, and wait for them."""
+    options = json.loads(sys.argv[1])
+    tie_to_launcher()
+    stop = StopSignal(patience_s=60).install()
+    endpoint, first = options.pop("endpoint"), options.pop("first")
+    children = []
+    for number in range(first, first + options.pop("processes")):
+        pid = os.fork()  # before there is any socket
+        if pid == 0:
+            _ask(number, endpoint, stop, options)
+            return
+        children.append(pid)
+    while children:
+        if stop():
+            for pid in children:
+                os.kill(pid, 15)
+        done, _ = os.waitpid(-1, os.WNOHANG)
+        if done:
+            children.remove(done)
+        else:
+            time.sleep(_EVERY)
+
+
+if __name__ == "__main__":
+    main()

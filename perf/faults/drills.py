@@ -1,0 +1,224 @@
+"""The harness of the drills: what a drill is, and what it works with.
+
+A drill is a function that is given a `Trial` and hurts something:
+
+    @drill("worker-killed")
+    def worker_killed(trial: Trial) -> None:
+        \"\"\"A rollout worker is killed under load; another answers within 1 s.\"\"\"
+        trial.pool.start(workers=2, seconds=0.01)         # faults/pool.py: real processes, by name
+        load = trial.load(clients=16)                     # faults/load.py: clients in a closed loop
+        load.wait_for(trial.size(1000, quick=100))        # so many answers
+        moment = trial.pool.kill("rollout-0")
+        trial.recovers(moment, within=1.0)                # when what was open then had ended
+        load.wait_for(trial.size(1000, quick=100))
+        trial.expect(trial.pool.counters()["lost_workers"] == 1, "the broker did not notice the loss")
+
+The first paragraph of its docstring is what `--list` shows. A drill need not count (the row is made of
+the ledgers of its loads and of what the policy in faults/policies.py has noted), finish its loads, clean
+up, or return anything. Its row is `ok` if nothing was lost, duplicated or crossed, no call ended in an
+error that its load was not told to expect (`expects=(PolicyError,)`), no `expect` failed, and it raised
+nothing.
+
+Every wait has a deadline. A drill takes 1 to 4 seconds when `trial.quick`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from faults import crowd, policies
+from faults.load import Ledger, Load
+from faults.pool import Pool, wait_for
+
+DRILLS: dict[str, Drill] = {}
+"""Every drill by its name, in the order in which they run."""
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A scenario with a name."""
+
+    name: str
+    function: Callable[[Trial], None]
+
+    @property
+    def about(self) -> str:
+        """What is done, and what must come of it."""
+        return (self.function.__doc__ or "").strip().partition("\n\n")[0].replace("\n    ", " ")
+
+    def run(self, quick: bool = False) -> dict[str, Any]:
+        """Run it, and return its row; `note` says what was wrong."""
+        trial = Trial(quick)
+        try:
+            self.function(trial)
+            trial.end()
+        except Exception as error:
+            trial.notes.append(f"{type(error).__name__}: {error}")
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            row = {"scenario": self.name, **trial.row()}
+            trial.close()
+        return row
+
+
+def drill(name: str) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
+    """Make a drill of a function."""
+
+    def register(function: Callable[[Trial], None]) -> Callable[[Trial], None]:
+        DRILLS[name] = Drill(name, function)
+        return function
+
+    return register
+
+
+class Trial:
+    """One run of a drill: its pool, its loads, and what it found.
+
+    Args:
+        quick: Whether small numbers will do.
+    """
+
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
+        self.folder = Path(tempfile.mkdtemp(prefix="zd-"))
+        """For the sockets and the notes of the policies; mode 0700."""
+        self.pool = Pool(self.folder, Path(policies.__file__), "Tagged", folder=self.folder)
+        """Not started yet."""
+        self.notes: list[str] = []
+        """What was wrong."""
+        self.ledger = Ledger()
+        """What ended loads and crowds have counted."""
+        self.recovery_s: float | None = None
+        self._loads: list[Load] = []
+        self._crowds: dict[str, set[str]] = {}  # by child: the errors that it expects
+
+    # -- What a drill uses
+
+    def size(self, full: int, quick: int) -> int:
+        """A number that is smaller in a quick run."""
+        return quick if self.quick else full
+
+    def load(self, clients: int, endpoint: str | None = None, **options: Any) -> Load:
+        """Start clients in this process; see `Load`. Unless given, their numbers follow on."""
+        options.setdefault("first", 1000 * len(self._loads))
+        load = Load(endpoint or self.pool.frontend, clients, **options)
+        self._loads.append(load)
+        return load
+
+    def crowd(self, name: str, processes: int, first: int, **options: Any) -> None:
+        """Start clients in processes of their own, as the child `name` of the pool.
+
+        All of them are in its process group. Their calls are counted unless they expect none to end.
+
+        Args:
+            name: Of the child.
+            processes: How many; each has one client.
+            first: The number of the first client.
+            options: For every client's `Load`, what JSON takes; `expects` are names of errors.
+        """
+        self._crowds[name] = set(options.get("expects", ()))
+        arguments = {"endpoint": self.pool.frontend, "processes": processes, "first": first, **options}
+        self.pool.launcher.start(name, [json.dumps(arguments)], program=[crowd.__file__])
+
+    def kill_crowd(self, name: str) -> float:
+        """SIGKILL all processes of a crowd; returns the moment."""
+        moment = time.monotonic()
+        self.pool.launcher.kill(name)
+        self.pool.wait_for_exit(name)
+        return moment
+
+    def recovers(self, moment: float, within: float) -> float:
+        """Wait until all calls that were open at `moment` have ended, and note how long that took.
+
+        The row shows the longest of a drill.
+
+        Args:
+            moment: Of `time.monotonic()`; as `Pool.kill` returns it.
+            within: Seconds that it may take.
+        """
+        timeout = within + 30.0
+        loads = self._loads
+        wait_for(lambda: not any(load.is_open_since(moment) for load in loads), "the recovery", timeout)
+        seconds = max(load.recovery_s(moment) for load in loads)
+        self.recovery_s = max(self.recovery_s or 0.0, seconds)
+        self.expect(seconds <= within, f"recovery took {seconds:.2f} s; the bound is {within:g} s")
+        return seconds
+
+    def expect(self, condition: Any, otherwise: str) -> None:
+        """Note what is wrong unless `condition` holds."""
+        if not condition:
+            self.notes.append(otherwise)
+
+    def finish(self, load: Load) -> Ledger:
+        """Wait until a load has ended, and count it; `end` does so for those that are left."""
+        self._loads.remove(load)
+        ledger = load.finish()
+        self._count(ledger, {kind.__name__ for kind in load.expects})
+        return ledger
+
+    def runs(self) -> Any:
+        """How often each request, `(client, sequence)`, was begun by a policy."""
+        return policies.runs(self.folder)
+
+    # -- What the harness uses
+
+    def end(self) -> None:
+        """Finish what still runs, and count."""
+        for load in list(self._loads):
+            self.finish(load)
+        for name, expected in self._crowds.items():
+            self.pool.launcher.children[name].reader.join(5.0)
+            for ledger in crowd.ledgers(self.pool.lines, name):
+                self._count(ledger, expected)
+
+    def row(self) -> dict[str, Any]:
+        """What the drill found."""
+        ledger, runs = self.ledger, self.runs()
+        for what in ("lost", "duplicated", "crossed"):
+            count = getattr(ledger, what)
+            self.expect(count == 0, f"{count} {what}")
+        row = {
+            "requests": ledger.requests,
+            "answered": ledger.answered,
+            "errors": ledger.errors.total(),
+            "reruns": runs.total() - len(runs),
+            "lost": ledger.lost,
+            "duplicated": ledger.duplicated,
+            "crossed": ledger.crossed,
+            "recovery_s": None if self.recovery_s is None else round(self.recovery_s, 3),
+            "ok": not self.notes,
+        }
+        return {**row, "note": "; ".join(self.notes)} if self.notes else row
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        for load in self._loads:
+            load.close()
+        pids = [child.process.pid for child in self.pool.launcher.children.values()]
+        self.pool.close(grace=False)
+        for pid in pids:
+            wait_for(lambda group=pid: not _exists(group), f"the end of process group {pid}", 5.0)
+        shutil.rmtree(self.folder)
+
+    def _count(self, ledger: Ledger, expected: set[str]) -> None:
+        self.ledger.add(ledger)
+        others = {kind: n for kind, n in ledger.errors.items() if kind not in expected}
+        self.expect(not others, f"errors that the drill is not about: {others}")
+
+
+def _exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,265 @@
+"""Clients in a closed loop, many of them in one thread, each checking every answer that it gets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from faults.policies import is_answer_to, observation
+from faults.pool import wait_for
+from zmqrl import PolicyClient
+from zmqrl.errors import BrokerUnreachable, ClientClosed, ClientError, PolicyTimeout, Replaced
+from zmqrl.pending import Pending
+from zmqrl.transport.codec import decode_meta
+from zmqrl.transport.header import HEADER_SIZE, Op, op_of, request_id_of
+
+_IDLE = 0.001
+_ALONE = 0.05  # hundreds of processes that look about every millisecond take all the time there is
+_GRACE = 3.0
+"""Seconds past its deadline after which a call that has not ended counts as hanging."""
+
+
+@dataclass
+class Ledger:
+    """How calls ended, as their callers saw it; of callers that were killed, the calls they saw end."""
+
+    requests: int = 0
+    answered: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    """Explicit errors by the name of their class."""
+    lost: int = 0
+    """Calls that ended in neither within their time, or not at all."""
+    duplicated: int = 0
+    """Replies and final errors that came for a call that had one already."""
+    crossed: int = 0
+    """Answers that were made of other data than was asked about."""
+
+    def add(self, other: Ledger) -> None:
+        """Add the counts of another ledger."""
+        self.requests += other.requests
+        self.answered += other.answered
+        self.errors += other.errors
+        self.lost += other.lost
+        self.duplicated += other.duplicated
+        self.crossed += other.crossed
+
+    def plain(self) -> dict[str, Any]:
+        """As what JSON takes."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Ledger:
+        """What `plain` gave."""
+        return cls(**{**plain, "errors": Counter(plain["errors"])})
+
+
+class Load:
+    """Clients that each ask again as soon as they have their answer; it runs from its making on.
+
+    The rows of a request are 1 to 3, and every other client's arrays travel in frames of their own.
+
+    Args:
+        endpoint: The broker's frontend.
+        clients: How many.
+        first: The number of the first client. Two loads on one pool must share no number.
+        requests: How many to ask in all; None goes on until `finish`.
+        timeout: Seconds that a call may take. One that ends in `PolicyTimeout` or `BrokerUnreachable` is
+            lost, unless the drill expects that error.
+        width: Numbers in a row; None mixes small and large ones.
+        expects: The errors that the drill is about.
+        mark: Gives the `Command` for a request, from the numbers of the client and of the request.
+        options: For every `PolicyClient`; callables are called with the client's number.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        clients: int,
+        *,
+        first: int = 0,
+        requests: int | None = None,
+        timeout: float = 30.0,
+        width: int | None = None,
+        expects: tuple[type[ClientError], ...] = (),
+        mark: Callable[[int, int], int] = lambda client, sequence: 0,
+        **options: Any,
+    ) -> None:
+        self.ledger = Ledger()
+        self.expects = expects
+        self.messages: list[str] = []
+        """The texts of the errors."""
+        self.ended: list[tuple[float, float]] = []
+        """When each call began and ended."""
+        self._left = float("inf") if requests is None else requests
+        self._timeout, self._width, self._mark = timeout, width, mark
+        self._stopping = self._broken_off = False
+        self._failure: BaseException | None = None
+        self._begun = [float("inf")] * clients  # of each client's open call
+        self._seats = [
+            _Seat(
+                _Witness(
+                    endpoint,
+                    timeout=timeout,
+                    **{key: value(n) if callable(value) else value for key, value in options.items()},
+                ),
+                n,
+            )
+            for n in range(first, first + clients)
+        ]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    # -- For the drill
+
+    def wait_for(self, more: int, timeout: float = 40.0) -> None:
+        """Wait until so many more calls have been answered."""
+        goal = self.ledger.answered + more
+        wait_for(lambda: self._failed() or self.ledger.answered >= goal, f"{more} answers", timeout)
+
+    def wait_until_done(self, timeout: float = 60.0) -> None:
+        """Wait until all `requests` have ended."""
+        wait_for(lambda: self._failed() or not self._thread.is_alive(), "the last answer", timeout)
+
+    def is_running(self) -> bool:
+        """Whether it asks, or waits for answers."""
+        return self._thread.is_alive()
+
+    def is_open_since(self, moment: float) -> bool:
+        """Whether a call that was open at `moment` still is."""
+        self._failed()
+        return min(self._begun) <= moment
+
+    def recovery_s(self, moment: float) -> float:
+        """Seconds after `moment` until all calls that were open then had ended; 0 if none was."""
+        return max((end - moment for begin, end in self.ended if begin <= moment < end), default=0.0)
+
+    def finish(self) -> Ledger:
+        """Ask no more, wait for what is open (at most until its deadline), and close the clients."""
+        self._stopping = True
+        self._thread.join(self._timeout + _GRACE)
+        if self._thread.is_alive():
+            self.ledger.lost += sum(begin < float("inf") for begin in self._begun)
+            self.close()
+        self._failed()
+        return self.ledger
+
+    def close(self) -> None:
+        """Break off."""
+        self._broken_off = True
+        self._thread.join(self._timeout + _GRACE)
+
+    def _failed(self) -> bool:
+        if self._failure is not None:
+            raise self._failure
+        return False
+
+    # -- The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._broken_off and self._sweep():
+                pass
+            for seat in self._seats:
+                seat.client.drain()
+                self.ledger.duplicated += seat.client.duplicated
+                seat.client.close()
+        except BaseException as error:
+            self._failure = error
+
+    def _sweep(self) -> bool:
+        """Look at every client once; whether there is anything to wait for."""
+        moved = False
+        for place, seat in enumerate(self._seats):
+            if seat.pending is not None and seat.pending.wait(0.0):
+                self._end(seat)
+                self._begun[place] = float("inf")
+                moved = True
+            if seat.pending is None and not seat.retired and not self._stopping and self._left > 0:
+                self._left -= 1
+                self._begun[place] = self._begin(seat)
+                moved = True
+        if not moved and self._seats[0].pending is not None:
+            self._seats[0].pending.wait(_IDLE if len(self._seats) > 1 else _ALONE)
+        elif not moved:
+            time.sleep(_IDLE)
+        if self._left <= 0 or self._stopping or all(seat.retired for seat in self._seats):
+            return any(seat.pending is not None for seat in self._seats)
+        return True
+
+    def _begin(self, seat: _Seat) -> float:
+        width = self._width or (2000 if seat.number % 2 else 16)
+        rows = 1 + (seat.number + seat.sequence) % 3
+        command = self._mark(seat.number, seat.sequence)
+        seat.asked = observation(seat.number, seat.sequence, rows, width, command)
+        seat.sequence += 1
+        seat.begun = time.monotonic()
+        seat.pending = seat.client.submit(seat.asked)
+        return seat.begun
+
+    def _end(self, seat: _Seat) -> None:
+        ledger, pending, seat.pending = self.ledger, seat.pending, None
+        assert pending is not None
+        try:
+            answer = pending.result()
+            # Its data only: the tree's structure is the policy's own.
+            ledger.crossed += not is_answer_to(seat.asked, answer)
+            ledger.answered += 1
+        except ClientError as error:
+            self.messages.append(f"client {seat.number}, request {seat.sequence - 1}: {error}")
+            if isinstance(error, (PolicyTimeout, BrokerUnreachable)) and not isinstance(
+                error, self.expects
+            ):
+                ledger.lost += 1
+            else:
+                ledger.errors[type(error).__name__] += 1
+            seat.retired = isinstance(error, (Replaced, ClientClosed))
+        ledger.requests += 1
+        self.ended.append((seat.begun, time.monotonic()))
+
+
+class _Witness(PolicyClient):
+    """A client that notes what is delivered, also what a client has no use for."""
+
+    duplicated = 0
+    """Replies and final errors beyond the first for a request."""
+
+    def drain(self) -> None:
+        """Read what has come after the last answer."""
+        while self._connection._socket.poll(0):
+            self._connection._handle(self._connection._socket.recv_multipart(copy=False))
+
+    def _open(self) -> None:
+        super()._open()
+        handle, seen = self._connection._handle, set()
+
+        def noting(frames: list[Any]) -> None:
+            first = frames[0].bytes
+            if op_of(first) == Op.REPLY or (op_of(first) == Op.ERROR and _is_final(first)):
+                request_id = request_id_of(first)
+                self.duplicated += request_id in seen
+                seen.add(request_id)
+            handle(frames)
+
+        self._connection._handle = noting  # type: ignore[method-assign]
+
+
+def _is_final(error: bytes) -> bool:
+    return decode_meta(error[HEADER_SIZE:]).get("code") not in ("overloaded", "stopping", "replaced")
+
+
+@dataclass
+class _Seat:
+    """A client, and what it waits for."""
+
+    client: _Witness
+    number: int
+    sequence: int = 0
+    asked: dict[str, Any] = field(default_factory=dict)
+    pending: Pending | None = None
+    begun: float = 0.0
+    retired: bool = False
+    """Its name was taken over; it can ask no more."""
