@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from zmqrl.errors import (
     ClientInUse,
     EncodeError,
     EndpointError,
+    Overloaded,
     PolicyError,
     PolicyTimeout,
     Replaced,
@@ -352,6 +354,18 @@ def test_a_lock_that_an_interrupt_left_behind_does_not_shut_its_own_thread_out(p
     client._owner = threading.get_ident()
     assert client.infer(x(4))["actions"][0, 0] == 4
     assert client.infer(x(5))["actions"][0, 0] == 5
+
+
+def test_of_many_requests_at_once_those_over_the_bound_end_in_overloaded(pool: Pool) -> None:
+    pool.start(0, "", "broker.max_client_messages=2")
+    client = pool.client()
+    pending = [client.submit(x(1.0), timeout=2.5) for _ in range(400)]
+    kinds = Counter()
+    for request in pending:
+        with pytest.raises((Overloaded, PolicyTimeout)) as error:
+            request.result()
+        kinds[error.type] += 1
+    assert kinds == {PolicyTimeout: 2, Overloaded: 398}
 
 
 def test_requests_that_are_too_much_for_one_batch_are_served_in_several(pool: Pool) -> None:

@@ -114,6 +114,10 @@ class Connection:
         self._resting: Set[int] = set()
         self._reached = False  # whether the broker has said anything on this socket
         self._patience = _REBUILD_AFTER
+        self._refusal = (
+            float("-inf"),
+            "",
+        )  # when the broker last refused a request as too many, and how
         self._connect()
 
     def start(self, request: Request) -> None:
@@ -255,8 +259,13 @@ class Connection:
                 f"no broker answered at {self.endpoint} within the timeout; "
                 "is one running there (bin/start-broker)?"
             )
-        state = request.state or "the broker said nothing about the request"
-        return request.kind(f"no reply from {self.endpoint} within the timeout: {state}")
+        kind, state = request.kind, request.state
+        refused, words = self._refusal
+        if not state and time.monotonic() < refused + 2 * _ASK_AFTER:
+            # Of many refusals at once some are dropped on the way; this one's will have been among them.
+            kind, state = Overloaded, words
+        state = state or "the broker said nothing about the request"
+        return kind(f"no reply from {self.endpoint} within the timeout: {state}")
 
     def _end(self, request: Request, result: Any = None, error: Optional[ClientError] = None) -> None:
         del self.requests[request.header.request_id]
@@ -332,6 +341,8 @@ class Connection:
             retry_after = fields.get("retry_after_ms")
             wait_ms = retry_after if isinstance(retry_after, int) else 1000 * _RETRY_AFTER
             request.kind = Overloaded if code == "overloaded" else BrokerStopping
+            if code == "overloaded":
+                self._refusal = (now, message)
             request.state = message
             self._try_again(request, now, min(max(wait_ms / 1000, 0.001), 10.0))
         else:

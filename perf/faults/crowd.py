@@ -1,7 +1,7 @@
 """Clients in processes of their own, for drills that kill, freeze or restart them.
 
 `python crowd.py JSON`: one process for each client, all in one process group, so that hundreds can be
-killed at once. SIGTERM makes them finish. Each process prints its ledger when it changes.
+killed at once. SIGTERM to the group makes them finish. Each process prints its ledger when it changes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def ledgers(lines: Sequence[str], child: str) -> list[Ledger]:
 def _ask(number: int, endpoint: str, stop: StopSignal, options: dict[str, Any]) -> None:
     """Be one client until it is told to stop, or has asked its `requests`."""
     kinds = tuple(getattr(errors, name) for name in options.pop("expects", ()))
-    options = {key: _with_number(value, number) for key, value in options.items()}
+    if "world_size" in options:
+        options["rank"] = number % options["world_size"]
     load = Load(endpoint, 1, first=number, expects=kinds, **options)
     said = -1
     while not stop() and load.is_running():
@@ -52,10 +53,6 @@ def _ask(number: int, endpoint: str, stop: StopSignal, options: dict[str, Any]) 
             _say(load.ledger)
         time.sleep(_EVERY)
     _say(load.finish())
-
-
-def _with_number(value: Any, number: int) -> Any:
-    return value.format(number) if isinstance(value, str) else value
 
 
 def _say(ledger: Ledger) -> None:
@@ -76,15 +73,7 @@ def main() -> None:
             _ask(number, endpoint, stop, options)
             return
         children.append(pid)
-    while children:
-        if stop():
-            for pid in children:
-                os.kill(pid, 15)
-        done, _ = os.waitpid(-1, os.WNOHANG)
-        if done:
-            children.remove(done)
-        else:
-            time.sleep(_EVERY)
+    sys.exit(any([os.waitpid(pid, 0)[1] for pid in children]))
 
 
 if __name__ == "__main__":

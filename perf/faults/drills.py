@@ -27,9 +27,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,32 +115,31 @@ class Trial:
         self._loads.append(load)
         return load
 
-    def crowd(self, name: str, processes: int, first: int, **options: Any) -> None:
-        """Start clients in processes of their own, as the child `name` of the pool.
+    def crowd(self, child: str, processes: int, first: int, **options: Any) -> None:
+        """Start clients in processes of their own, as a child of the pool.
 
-        All of them are in its process group. Their calls are counted unless they expect none to end.
+        All of them are in its process group, so that the pool's `kill`, `freeze` and `terminate` are for
+        the whole crowd.
 
         Args:
-            name: Of the child.
+            child: Its name.
             processes: How many; each has one client.
             first: The number of the first client.
             options: For every client's `Load`, what JSON takes; `expects` are names of errors.
         """
-        self._crowds[name] = set(options.get("expects", ()))
+        self._crowds[child] = set(options.get("expects", ()))
         arguments = {"endpoint": self.pool.frontend, "processes": processes, "first": first, **options}
-        self.pool.launcher.start(name, [json.dumps(arguments)], program=[crowd.__file__])
+        self.pool.launcher.start(child, [json.dumps(arguments)], program=[crowd.__file__])
 
-    def kill_crowd(self, name: str) -> float:
-        """SIGKILL all processes of a crowd; returns the moment."""
-        moment = time.monotonic()
-        self.pool.launcher.kill(name)
-        self.pool.wait_for_exit(name)
-        return moment
+    def crowd_ledger(self, child: str) -> Ledger:
+        """What a crowd has counted until now."""
+        total = Ledger()
+        for ledger in crowd.ledgers(self.pool.lines, child):
+            total.add(ledger)
+        return total
 
-    def recovers(self, moment: float, within: float) -> float:
+    def recovers(self, moment: float, within: float) -> None:
         """Wait until all calls that were open at `moment` have ended, and note how long that took.
-
-        The row shows the longest of a drill.
 
         Args:
             moment: Of `time.monotonic()`; as `Pool.kill` returns it.
@@ -149,10 +148,12 @@ class Trial:
         timeout = within + 30.0
         loads = self._loads
         wait_for(lambda: not any(load.is_open_since(moment) for load in loads), "the recovery", timeout)
-        seconds = max(load.recovery_s(moment) for load in loads)
+        self.recovered(max(load.recovery_s(moment) for load in loads), within)
+
+    def recovered(self, seconds: float, within: float) -> None:
+        """Note how long a recovery took; the row shows the longest of a drill."""
         self.recovery_s = max(self.recovery_s or 0.0, seconds)
         self.expect(seconds <= within, f"recovery took {seconds:.2f} s; the bound is {within:g} s")
-        return seconds
 
     def expect(self, condition: Any, otherwise: str) -> None:
         """Note what is wrong unless `condition` holds."""
@@ -177,9 +178,13 @@ class Trial:
         for load in list(self._loads):
             self.finish(load)
         for name, expected in self._crowds.items():
-            self.pool.launcher.children[name].reader.join(5.0)
-            for ledger in crowd.ledgers(self.pool.lines, name):
-                self._count(ledger, expected)
+            child = self.pool.launcher.children[name]
+            if child.process.poll() is None:
+                self.pool.terminate(name)
+                child.process.wait(30.0)
+            child.reader.join(5.0)
+            self.expect(child.process.returncode in (0, -signal.SIGKILL), child.cause())
+            self._count(self.crowd_ledger(name), expected)
 
     def row(self) -> dict[str, Any]:
         """What the drill found."""

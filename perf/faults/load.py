@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from faults.policies import is_answer_to, observation
@@ -19,6 +19,7 @@ from zmqrl.transport.header import HEADER_SIZE, Op, op_of, request_id_of
 
 _IDLE = 0.001
 _ALONE = 0.05  # hundreds of processes that look about every millisecond take all the time there is
+_LONGEST = 120.0
 _GRACE = 3.0
 """Seconds past its deadline after which a call that has not ended counts as hanging."""
 
@@ -49,12 +50,21 @@ class Ledger:
 
     def plain(self) -> dict[str, Any]:
         """As what JSON takes."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Ledger:
         """What `plain` gave."""
         return cls(**{**plain, "errors": Counter(plain["errors"])})
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call that ended in an error."""
+
+    client: int
+    sequence: int
+    error: ClientError
 
 
 class Load:
@@ -67,6 +77,7 @@ class Load:
         clients: How many.
         first: The number of the first client. Two loads on one pool must share no number.
         requests: How many to ask in all; None goes on until `finish`.
+        depth: How many calls a client keeps open.
         timeout: Seconds that a call may take. One that ends in `PolicyTimeout` or `BrokerUnreachable` is
             lost, unless the drill expects that error.
         width: Numbers in a row; None mixes small and large ones.
@@ -82,6 +93,7 @@ class Load:
         *,
         first: int = 0,
         requests: int | None = None,
+        depth: int = 1,
         timeout: float = 30.0,
         width: int | None = None,
         expects: tuple[type[ClientError], ...] = (),
@@ -90,26 +102,28 @@ class Load:
     ) -> None:
         self.ledger = Ledger()
         self.expects = expects
-        self.messages: list[str] = []
-        """The texts of the errors."""
+        self.failures: list[Failure] = []
+        """The calls that ended in an error."""
         self.ended: list[tuple[float, float]] = []
         """When each call began and ended."""
         self._left = float("inf") if requests is None else requests
         self._timeout, self._width, self._mark = timeout, width, mark
         self._stopping = self._broken_off = False
         self._failure: BaseException | None = None
-        self._begun = [float("inf")] * clients  # of each client's open call
-        self._seats = [
-            _Seat(
-                _Witness(
-                    endpoint,
-                    timeout=timeout,
-                    **{key: value(n) if callable(value) else value for key, value in options.items()},
-                ),
-                n,
+        self._clients = {
+            number: _Witness(
+                endpoint,
+                timeout=timeout,
+                **{key: value(number) if callable(value) else value for key, value in options.items()},
             )
-            for n in range(first, first + clients)
+            for number in range(first, first + clients)
+        }
+        self._seats = [
+            _Seat(client, number, sequence, depth)
+            for sequence in range(depth)
+            for number, client in self._clients.items()
         ]
+        self._begun = [float("inf")] * len(self._seats)  # of each seat's open call
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -119,10 +133,6 @@ class Load:
         """Wait until so many more calls have been answered."""
         goal = self.ledger.answered + more
         wait_for(lambda: self._failed() or self.ledger.answered >= goal, f"{more} answers", timeout)
-
-    def wait_until_done(self, timeout: float = 60.0) -> None:
-        """Wait until all `requests` have ended."""
-        wait_for(lambda: self._failed() or not self._thread.is_alive(), "the last answer", timeout)
 
     def is_running(self) -> bool:
         """Whether it asks, or waits for answers."""
@@ -137,10 +147,17 @@ class Load:
         """Seconds after `moment` until all calls that were open then had ended; 0 if none was."""
         return max((end - moment for begin, end in self.ended if begin <= moment < end), default=0.0)
 
+    def longest_s(self, moment: float) -> float:
+        """Seconds of the longest call that has ended since `moment`, not counting those before it."""
+        return max((end - max(begin, moment) for begin, end in self.ended if end > moment), default=0.0)
+
     def finish(self) -> Ledger:
-        """Ask no more, wait for what is open (at most until its deadline), and close the clients."""
-        self._stopping = True
-        self._thread.join(self._timeout + _GRACE)
+        """Wait until all `requests` have ended, or else ask no more and wait for what is open.
+
+        The clients are closed then. A call that is open past its deadline is lost.
+        """
+        self._stopping = self._left == float("inf")
+        self._thread.join((0.0 if self._stopping else _LONGEST) + self._timeout + _GRACE)
         if self._thread.is_alive():
             self.ledger.lost += sum(begin < float("inf") for begin in self._begun)
             self.close()
@@ -163,10 +180,10 @@ class Load:
         try:
             while not self._broken_off and self._sweep():
                 pass
-            for seat in self._seats:
-                seat.client.drain()
-                self.ledger.duplicated += seat.client.duplicated
-                seat.client.close()
+            for client in self._clients.values():
+                client.drain()
+                self.ledger.duplicated += client.duplicated
+                client.close()
         except BaseException as error:
             self._failure = error
 
@@ -195,7 +212,6 @@ class Load:
         rows = 1 + (seat.number + seat.sequence) % 3
         command = self._mark(seat.number, seat.sequence)
         seat.asked = observation(seat.number, seat.sequence, rows, width, command)
-        seat.sequence += 1
         seat.begun = time.monotonic()
         seat.pending = seat.client.submit(seat.asked)
         return seat.begun
@@ -209,7 +225,7 @@ class Load:
             ledger.crossed += not is_answer_to(seat.asked, answer)
             ledger.answered += 1
         except ClientError as error:
-            self.messages.append(f"client {seat.number}, request {seat.sequence - 1}: {error}")
+            self.failures.append(Failure(seat.number, seat.sequence, error))
             if isinstance(error, (PolicyTimeout, BrokerUnreachable)) and not isinstance(
                 error, self.expects
             ):
@@ -218,6 +234,7 @@ class Load:
                 ledger.errors[type(error).__name__] += 1
             seat.retired = isinstance(error, (Replaced, ClientClosed))
         ledger.requests += 1
+        seat.sequence += seat.stride
         self.ended.append((seat.begun, time.monotonic()))
 
 
@@ -253,11 +270,12 @@ def _is_final(error: bytes) -> bool:
 
 @dataclass
 class _Seat:
-    """A client, and what it waits for."""
+    """A client, and one call that it waits for."""
 
     client: _Witness
     number: int
-    sequence: int = 0
+    sequence: int
+    stride: int
     asked: dict[str, Any] = field(default_factory=dict)
     pending: Pending | None = None
     begun: float = 0.0

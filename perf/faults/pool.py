@@ -106,28 +106,26 @@ class Pool:
         return self.launcher.children[name].process.pid
 
     def kill(self, name: str) -> float:
-        """SIGKILL a child; returns the moment, of `time.monotonic()`."""
-        moment = time.monotonic()
-        os.kill(self.pid(name), signal.SIGKILL)
+        """SIGKILL a child and its own children; returns the moment, of `time.monotonic()`."""
+        moment = self._signal(name, signal.SIGKILL)
         self.wait_for_exit(name)
         return moment
 
     def freeze(self, name: str) -> float:
-        """SIGSTOP a child; returns the moment."""
-        moment = time.monotonic()
-        os.kill(self.pid(name), signal.SIGSTOP)
-        return moment
+        """SIGSTOP; returns the moment."""
+        return self._signal(name, signal.SIGSTOP)
 
     def thaw(self, name: str) -> float:
-        """SIGCONT a child; returns the moment."""
-        moment = time.monotonic()
-        os.kill(self.pid(name), signal.SIGCONT)
-        return moment
+        """SIGCONT; returns the moment."""
+        return self._signal(name, signal.SIGCONT)
 
     def terminate(self, name: str) -> float:
-        """SIGTERM a child, which may take its time; returns the moment."""
+        """SIGTERM, after which a child may take its time; returns the moment."""
+        return self._signal(name, signal.SIGTERM)
+
+    def _signal(self, name: str, number: signal.Signals) -> float:
         moment = time.monotonic()
-        os.kill(self.pid(name), signal.SIGTERM)
+        os.killpg(self.pid(name), number)  # each child leads a group of its own
         return moment
 
     # -- Look

@@ -73,6 +73,11 @@ class Broker:
         """What happened since the start."""
         return self._pool.counters
 
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of the requests that are open."""
+        return self._pool.open_bytes
+
     # -- Time
 
     def advance(self, clock: float) -> None:

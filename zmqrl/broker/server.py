@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from zmqrl.broker.core import Broker
+from zmqrl.broker.memory import Memory
 from zmqrl.broker.pool import Options
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE
@@ -89,6 +90,7 @@ class BrokerServer:
         poller.register(self._frontend, zmq.POLLIN)
         poller.register(self._backend, zmq.POLLIN)
         core = self.core
+        memory = Memory()
         try:
             while not stopping():
                 poller.poll(1 + int(core.timeout() * 1000))
@@ -103,6 +105,7 @@ class BrokerServer:
                 core.dispatch()
                 while self._send():
                     core.dispatch()  # what a lost peer held, or held up, need not wait
+                memory.look(core.open_bytes, time.monotonic())
                 for note in core.take_notes():
                     log.info("%s", note)
             core.stop()
