@@ -114,10 +114,7 @@ class Connection:
         self._resting: Set[int] = set()
         self._reached = False  # whether the broker has said anything on this socket
         self._patience = _REBUILD_AFTER
-        self._refusal = (
-            float("-inf"),
-            "",
-        )  # when the broker last refused a request as too many, and how
+        self._refusal = (float("-inf"), "")  # when the broker last said that it is full, and how
         self._connect()
 
     def start(self, request: Request) -> None:

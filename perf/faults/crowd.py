@@ -73,7 +73,8 @@ def main() -> None:
             _ask(number, endpoint, stop, options)
             return
         children.append(pid)
-    sys.exit(any([os.waitpid(pid, 0)[1] for pid in children]))
+    statuses = [os.waitpid(pid, 0)[1] for pid in children]
+    sys.exit(any(statuses))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def worker_cut_off(trial: Trial) -> None:
     """The link of a rollout worker falls silent without a word, and heals.
 
     The broker notices by its heartbeats (0.6 s here); others answer what the worker held, within that
-    time and 1 s more. When the link is back the worker joins again, and what it was late with is dropped.
+    time and 1 s more. When the link is back the worker joins again; what it was late with is dropped.
     """
     pool = trial.pool.start(1, "", _FAST_HEARTBEAT, seconds=0.02)
     with _relay(pool.backend) as relay:
