@@ -21,7 +21,7 @@ from faults.load import Ledger, Load
 from zmqrl import errors
 from zmqrl.process import StopSignal, tie_to_launcher
 
-_EVERY = 0.1
+_EVERY = 0.25
 
 
 def ledgers(lines: Sequence[str], child: str) -> list[Ledger]:

@@ -18,7 +18,7 @@ from zmqrl.transport.codec import decode_meta
 from zmqrl.transport.header import HEADER_SIZE, Op, op_of, request_id_of
 
 _IDLE = 0.001
-_ALONE = 0.05  # hundreds of processes that look about every millisecond take all the time there is
+_ALONE = 0.25  # hundreds of processes that look about every millisecond take all the time there is
 _LONGEST = 120.0
 _GRACE = 3.0
 """Seconds past its deadline after which a call that has not ended counts as hanging."""

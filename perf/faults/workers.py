@@ -18,8 +18,8 @@ _FAST_HEARTBEAT = f"broker.heartbeat_timeout_s={_HEARTBEAT}"
 def workers_killed(trial: Trial) -> None:
     """A rollout worker is SIGKILLed every 0.5 s under load; what it held is answered within 1 s.
 
-    A replacement is started each time. The longest connected one is killed next, once there is another: a
-    busy machine may need more than the 0.5 s to start one.
+    A replacement is started each time. The longest connected one is killed next, once there is another:
+    a busy machine may need more than the 0.5 s to start one.
     """
     pool = trial.pool.start(4, seconds=0.005)
     load = trial.load(clients=24)

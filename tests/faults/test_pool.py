@@ -1,4 +1,4 @@
-"""A pool whose parts start in any order, are killed, frozen, or fed nonsense."""
+"""A pool whose parts are lost, or fed nonsense; what `bin/bench faults` drills is in test_drills.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import threading
-import time
 from collections import Counter
 
 import msgpack
@@ -70,62 +69,6 @@ def raw_dealer(pool: Pool, endpoint: str) -> zmq.Socket[bytes]:
     return sockets.dealer(zmq.Context.instance(), endpoint)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(["broker", "worker", "client"])))
-def test_the_parts_may_start_in_any_order(pool: Pool, order: tuple[str, ...]) -> None:
-    start = {
-        "broker": pool.start_broker,
-        "worker": lambda: pool.start_worker(0),
-        "client": lambda: requests.append(pool.client().submit({"x": np.ones((1, 3))})),
-    }
-    requests: list = []
-    for part in order:
-        start[part]()
-        time.sleep(0.3)  # the point of the test is that the parts come one after the other
-    assert requests[0].result()["actions"].shape == (1, 3)
-
-
-def test_requests_of_a_killed_worker_are_answered_by_another(pool: Pool) -> None:
-    pool.start(workers=2, seconds=0.01)
-    load = Load(pool, clients=6)
-    load.wait_for(100)
-    os.kill(pool.pid("rollout-0"), signal.SIGKILL)
-    load.wait_for(200)
-    load.finish()
-    counters = pool.counters()
-    assert counters["lost_workers"] == 1
-    assert counters["requests"] == counters["answered"] == load.answered.total()
-    assert counters["errors"] == counters["dropped"] == 0
-
-
-def test_a_killed_workers_requests_wait_for_the_next_worker_if_there_is_no_other(pool: Pool) -> None:
-    pool.start(workers=1, seconds=0.2)
-    request = pool.client().submit({"x": np.ones((1, 3))})
-    wait_for(lambda: pool.status()["workers"][0]["state"] == "busy", "the worker to compute")
-    os.kill(pool.pid("rollout-0"), signal.SIGKILL)
-    pool.wait_for_workers(0)
-    pool.start_worker(1)
-    assert request.result()["actions"].shape == (1, 3)
-
-
-def test_a_frozen_worker_is_replaced_and_its_late_replies_are_dropped(pool: Pool) -> None:
-    pool.start_broker("broker.heartbeat_timeout_s=0.6")
-    for rank in range(2):
-        pool.start_worker(rank, seconds=0.02)
-    pool.wait_for_workers(2)
-    load = Load(pool, clients=4)
-    load.wait_for(50)
-    os.kill(pool.pid("rollout-0"), signal.SIGSTOP)
-    pool.wait_for_workers(1)
-    load.wait_for(50)
-    os.kill(pool.pid("rollout-0"), signal.SIGCONT)
-    pool.wait_for_workers(2)
-    load.wait_for(50)
-    load.finish()
-    counters = pool.counters()
-    assert counters["answered"] == load.answered.total()
-    assert counters["requests"] == counters["answered"] + counters["cancelled"]
-
-
 def test_a_stuck_policy_loses_its_requests_to_another_worker(pool: Pool) -> None:
     pool.start_broker("rollout.attempt_timeout_s=0.5")
     pool.start_worker(0)
@@ -136,16 +79,6 @@ def test_a_stuck_policy_loses_its_requests_to_another_worker(pool: Pool) -> None
     assert pool.client().infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
     with pytest.raises(AttemptsExhausted, match=r"rollout-0 held it.*rollout-1 held it"):
         stuck.result()
-
-
-def test_a_policy_that_holds_the_interpreter_lock_is_not_taken_for_dead(pool: Pool) -> None:
-    pool.start_broker("broker.heartbeat_timeout_s=0.6")
-    pool.start_worker(0)
-    pool.wait_for_workers(1)
-    slow = pool.client().submit({"x": np.ones((1, 3)), "command": ["hold the GIL"]})
-    assert slow.result()["actions"].shape == (1, 3)
-    counters = pool.counters()
-    assert (counters["requeued"], counters["lost_workers"], counters["batches"]) == (0, 0, 1)
 
 
 def test_the_reply_to_a_client_that_vanished_is_counted_and_the_others_go_on(pool: Pool) -> None:
@@ -162,35 +95,6 @@ def test_the_reply_to_a_client_that_vanished_is_counted_and_the_others_go_on(poo
     wait_for(lambda: pool.counters()["dropped"] == 1, "the reply to be dropped")
     for _ in range(5):
         assert other.infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
-
-
-def test_a_request_that_kills_its_workers_ends_in_an_error_with_its_history(pool: Pool) -> None:
-    pool.start(workers=2, seconds=0.1)
-    blockers = [pool.client().submit({"x": np.zeros((1, 3))}) for _ in range(2)]
-    mates = [pool.client().submit({"x": np.full((1, 3), float(i))}) for i in range(1, 4)]
-    poison = pool.client().submit({"x": np.zeros((1, 3)), "command": ["die"]})
-    for generation in range(2, 5):
-        pool.start_worker(generation, world_size=9)
-    with pytest.raises(AttemptsExhausted, match=r"3 attempts.*was lost.*was lost.*was lost"):
-        poison.result()
-    for value, mate in enumerate(mates, start=1):
-        assert mate.result()["actions"][0, 0] == value
-    for blocker in blockers:
-        blocker.result()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_broker_restart_under_load_ends_every_call_in_its_answer(
-    pool: Pool, number: signal.Signals
-) -> None:
-    pool.start(workers=2, seconds=0.005)
-    load = Load(pool, clients=6)
-    load.wait_for(100)
-    os.kill(pool.pid("broker"), number)
-    pool.launcher.children["broker"].process.wait()
-    pool.start_broker()
-    load.wait_for(200)
-    load.finish()
 
 
 def test_a_stopping_broker_says_so_to_waiting_clients_and_exits_cleanly(pool: Pool) -> None:
@@ -325,70 +229,6 @@ def test_a_refused_introduction_is_answered(pool: Pool) -> None:
         assert socket.poll(10_000)
         assert "200 characters" in decode_meta(socket.recv()[HEADER_SIZE:])["message"]
         socket.close(0)
-
-
-def test_replies_that_nobody_reads_do_not_pile_up_in_the_broker(pool: Pool) -> None:
-    pool.start_broker("broker.max_client_messages=4")
-    pool.start_worker(0)
-    pool.wait_for_workers(1)
-    deaf = zmq.Context.instance().socket(zmq.DEALER)
-    deaf.setsockopt(zmq.RCVHWM, 1)
-    deaf.connect(pool.frontend)
-    deaf.send(Header(Op.HELLO).pack() + encode_meta({"name": "deaf", "incarnation": 1}))
-    big = encode({"x": np.ones((1, 1 << 18))})
-    for request_id in range(1, 60):
-        header = Header(Op.INFER, request_id=request_id, frames=1, rows=1, budget_ms=20_000)
-        deaf.send(header.pack() + big.meta, zmq.SNDMORE)
-        deaf.send(big.buffers[0])
-        ended = request_id  # one at a time, so that the bound on open requests is not what stops it
-        wait_for(
-            lambda ended=ended: (c := pool.counters())["answered"] + c["overloaded"] >= ended, "the end"
-        )
-    assert pool.counters()["dropped"] > 20
-    deaf.close(0)
-
-
-@pytest.mark.alone
-def test_a_client_that_never_reads_does_not_slow_the_others(pool: Pool) -> None:
-    pool.start()
-    deaf = zmq.Context.instance().socket(zmq.DEALER)
-    deaf.setsockopt(zmq.RCVHWM, 1)
-    deaf.connect(pool.frontend)
-    deaf.send(Header(Op.HELLO).pack() + encode_meta({"name": "deaf", "incarnation": 1}))
-    big = encode({"x": np.ones((1, 100_000))})
-    load = Load(pool, clients=2)
-    load.wait_for(100)
-    for request_id in range(1, 200):
-        header = Header(Op.INFER, request_id=request_id, frames=1, rows=1, budget_ms=20_000)
-        deaf.send(header.pack() + big.meta, zmq.SNDMORE)
-        deaf.send(big.buffers[0])
-    load.wait_for(200)
-    load.finish()
-    counters = wait_for(
-        lambda: (c := pool.counters())["requests"] == c["answered"] and c, "the queue to empty"
-    )
-    assert counters["malformed"] == counters["errors"] == 0
-    deaf.close(0)
-
-
-def test_the_requests_of_vanished_clients_are_dropped_without_inference(pool: Pool) -> None:
-    pool.start(seconds=0.3)
-    blocker = pool.client().submit({"x": np.zeros((1, 3))})
-    wait_for(lambda: pool.status()["workers"][0]["state"] == "busy", "the worker to compute")
-    context = zmq.Context()
-    vanishing = [sockets.dealer(context, pool.frontend) for _ in range(50)]
-    for number, socket in enumerate(vanishing):
-        socket.send(Header(Op.HELLO).pack() + encode_meta({"name": f"c{number}", "incarnation": 1}))
-        header = Header(Op.INFER, request_id=1, rows=1, budget_ms=60_000)
-        socket.send(header.pack() + encode({"x": np.ones((1, 3)), "command": ["sleep 9"]}).meta)
-    wait_for(lambda: pool.counters()["requests"] == 51, "the requests")
-    context.destroy(0)
-    blocker.result()
-    status = wait_for(
-        lambda: (s := pool.status())["open_requests"] == 0 and s, "the queue to empty", timeout=50
-    )
-    assert status["open_bytes"] == 0
-    assert status["counters"]["cancelled"] >= 49
 
 
 def test_in_normal_mode_a_client_without_a_rank_gets_a_named_error(pool: Pool) -> None:

@@ -1,26 +1,26 @@
-"""Gives back to the system the memory of a queue that was long."""
+"""Gives memory back to the system that large requests have left behind."""
 
 from __future__ import annotations
 
 import ctypes
+import resource
 
 _MUCH = 64 << 20
-"""Bytes of requests, after which it is worth a few milliseconds."""
-
 _EVERY = 5.0
 
 
 class Memory:
-    """Tells the C library to return what it keeps after a queue of large requests is gone.
+    """Tells the C library to return what it keeps of requests that are gone.
 
-    glibc keeps what was freed for later, up to the most that was ever in use; a queue that was long once
-    would hold the memory for ever.
+    glibc keeps what was freed for later, up to the most that was ever in use: a broker whose queue was
+    long once would hold that memory for ever. Returning it takes milliseconds, and what comes next must
+    ask for it again, so it is done only when little of it is in use.
     """
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-        self._most = 0
-        self._trimmed = 0.0
+        self._looked = 0.0
+        self._first = _resident()
 
     def look(self, held: int, now: float) -> None:
         """Do it if it is time.
@@ -29,8 +29,15 @@ class Memory:
             held: Bytes of the requests that are open.
             now: Seconds.
         """
-        self._most = max(self._most, held)
-        if self._most >= _MUCH and held < self._most / 4 and now >= self._trimmed + _EVERY:
-            self._most, self._trimmed = held, now
-            if self._trim is not None:
-                self._trim(0)
+        if self._trim is None or now < self._looked + _EVERY:
+            return
+        self._looked = now
+        other = _resident() - self._first - held
+        if other > _MUCH and held < other / 8:
+            self._trim(0)
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has resident."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
