@@ -40,7 +40,7 @@ def queue_full_of_messages(trial: Trial) -> None:
 def queue_full_of_bytes(trial: Trial) -> None:
     """More bytes come than the queue takes (16 MiB); the rest is told `overloaded` and asks again.
 
-    The broker's memory is bounded by the queue and by the one request that each client is sending; it does
+    The broker's memory is bounded by the queue and the one request that each client is sending; it does
     not grow with the number of refusals. As soon as a rollout worker is there, everything is served, and
     then the memory comes back.
     """
@@ -54,19 +54,15 @@ def _fill(trial: Trial, clients: int, width: int, bound: int) -> None:
     before = pool.rss("broker")
     load = trial.load(clients=clients, requests=2 * clients, width=width)
     sizes = []
-    for times in (3, 9):
-        wait_for(
-            lambda t=times: pool.counters()["overloaded"] > t * clients, "refusals, again and again"
-        )
+    for refusals in (3 * clients, 9 * clients):
+        wait_for(lambda n=refusals: pool.counters()["overloaded"] > n, f"{refusals} refusals")
         status = pool.status()
         trial.expect(status["open_requests"] <= 32, f"{status['open_requests']} requests are open")
         trial.expect(status["open_bytes"] <= bound, f"{status['open_bytes']} bytes are open")
         sizes.append(pool.rss("broker") - before)
     of_a_client = 3 * 4 * width  # rows of float32
     most = 2 * bound + clients * of_a_client + (32 << 20)
-    trial.expect(
-        max(sizes) < most, f"the broker grew by {sizes[-1] >> 20} MiB; {most >> 20} is the bound"
-    )
+    trial.expect(max(sizes) < most, f"the broker grew by {sizes} bytes; {most} is the bound")
     trial.expect(sizes[1] < 1.5 * sizes[0] + (32 << 20), f"refusals make it grow: {sizes} bytes")
     pool.start_worker(0)
     trial.finish(load)

@@ -21,11 +21,8 @@ class Relay:
         self.endpoint = ""
         """Where it listens."""
         self._path = endpoint.removeprefix("ipc://")
-        self._loop = asyncio.new_event_loop()
-        self._flows = asyncio.Event()
-        self._flows.set()
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._relay()), daemon=True)
         self._thread.start()
         assert self._ready.wait(10.0)
 
@@ -39,20 +36,18 @@ class Relay:
 
     def close(self) -> None:
         """Cut all connections, and listen no more."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(10.0)
 
-    def _run(self) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+    async def _relay(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._flows, self._over = asyncio.Event(), asyncio.Event()
+        self._flows.set()
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
-        self._loop.run_forever()
+        await self._over.wait()
         server.close()
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._flows.wait()
