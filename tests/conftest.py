@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import socket
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from faults.pool import Pool, wait_for
 
-__all__ = ["TESTS", "Pool", "wait_for"]
+from zmqrl import PolicyClient
+from zmqrl.errors import ClientError
+
+__all__ = ["TESTS", "Load", "Pool", "wait_for"]
 
 TESTS = Path(__file__).parent
+
+
+class Load:
+    """Clients in a closed loop, each counting its own answers; the data says whose they are."""
+
+    def __init__(self, pool: Pool, clients: int, **options: object) -> None:
+        self.answered: Counter[int] = Counter()
+        self.wrong: list[str] = []
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._loop, args=(pool.frontend, number, options))
+            for number in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _loop(self, endpoint: str, number: int, options: dict[str, object]) -> None:
+        with PolicyClient(endpoint, timeout=30, **options) as client:  # type: ignore[arg-type]
+            for step in itertools.count():
+                if self._stop.is_set():
+                    return
+                value = number * 1e6 + step
+                try:
+                    actions = client.infer({"x": np.full((2, 3), value)})["actions"]
+                except ClientError as error:
+                    self.wrong.append(f"client {number} step {step}: {error}")
+                    return
+                if not (actions == value).all():
+                    self.wrong.append(f"client {number} step {step} got {actions[0, 0]}")
+                self.answered[number] += 1
+
+    def wait_for(self, more: int) -> None:
+        """Wait until so many more requests have been answered."""
+        goal = self.answered.total() + more
+        wait_for(lambda: self.wrong or self.answered.total() >= goal, f"{more} answers", 40)
+
+    def finish(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        assert self.wrong == []
 
 
 @pytest.fixture

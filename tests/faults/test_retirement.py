@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TESTS, Pool, wait_for
-from faults.test_pool import Load
+from conftest import TESTS, Load, Pool, wait_for
 
 
 def retire(pool: Pool, name: str) -> None:

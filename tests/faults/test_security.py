@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from conftest import TESTS, Pool, wait_for
-from faults.test_pool import Load
+from conftest import TESTS, Load, Pool, wait_for
 from gymnasium import spaces
 
 from zmqrl import PolicyClient
