@@ -221,7 +221,6 @@ class Load:
         assert pending is not None
         try:
             answer = pending.result()
-            # Its data only: the tree's structure is the policy's own.
             ledger.crossed += not is_answer_to(seat.asked, answer)
             ledger.answered += 1
         except ClientError as error:
