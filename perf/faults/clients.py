@@ -142,7 +142,7 @@ def client_never_reads(trial: Trial) -> None:
 def client_floods(trial: Trial) -> None:
     """A client opens hundreds of requests at once; what is over its bound (16) gets `Overloaded`.
 
-    Others are served beside it at a fifth of their pace or more.
+    Others are served beside it at a tenth of their pace or more.
     """
     pool = trial.pool.start(2, "", "broker.max_client_messages=16", seconds=0.02)
     load = trial.load(clients=8)
@@ -150,7 +150,7 @@ def client_floods(trial: Trial) -> None:
     pace = _pace(load)
     flood = trial.load(clients=1, depth=300, requests=600, timeout=4.0, expects=(Overloaded,))
     beside = _pace(load)
-    trial.expect(beside > pace / 5, f"{beside:.0f} answers/s beside it, {pace:.0f} before")
+    trial.expect(beside > pace / 10, f"{beside:.0f} answers/s beside it, {pace:.0f} before")
     most = max(client["open_requests"] for client in pool.status()["clients"])
     trial.expect(most <= 16, f"a client has {most} requests open")
     ledger = trial.finish(flood)

@@ -31,6 +31,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,15 +61,15 @@ class Drill:
         """Run it, and return its row; `note` says what was wrong."""
         trial = Trial(quick)
         try:
-            self.function(trial)
-            trial.end()
+            try:
+                self.function(trial)
+                trial.end()
+            finally:
+                trial.close()
         except Exception as error:
             trial.notes.append(f"{type(error).__name__}: {error}")
             traceback.print_exc(file=sys.stderr)
-        finally:
-            row = {"scenario": self.name, **trial.row()}
-            trial.close()
-        return row
+        return {"scenario": self.name, **trial.row()}
 
 
 def drill(name: str) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
@@ -99,6 +100,7 @@ class Trial:
         self.ledger = Ledger()
         """What ended loads and crowds have counted."""
         self.recovery_s: float | None = None
+        self._runs: Counter[tuple[int, int]] | None = None
         self._loads: list[Load] = []
         self._crowds: dict[str, set[str]] = {}  # by child: the errors that it expects
 
@@ -167,9 +169,14 @@ class Trial:
         self._count(ledger, {kind.__name__ for kind in load.expects})
         return ledger
 
-    def runs(self) -> Any:
+    def runs(self) -> Counter[tuple[int, int]]:
         """How often each request, `(client, sequence)`, was begun by a policy."""
-        return policies.runs(self.folder)
+        return policies.runs(self.folder) if self._runs is None else self._runs
+
+    def reruns(self) -> int:
+        """Runs beyond one for each request that was run."""
+        runs = self.runs()
+        return runs.total() - len(runs)
 
     # -- What the harness uses
 
@@ -187,8 +194,8 @@ class Trial:
             self._count(self.crowd_ledger(name), expected)
 
     def row(self) -> dict[str, Any]:
-        """What the drill found."""
-        ledger, runs = self.ledger, self.runs()
+        """What the drill found, once it has ended."""
+        ledger = self.ledger
         for what in ("lost", "duplicated", "crossed"):
             count = getattr(ledger, what)
             self.expect(count == 0, f"{count} {what}")
@@ -196,7 +203,7 @@ class Trial:
             "requests": ledger.requests,
             "answered": ledger.answered,
             "errors": ledger.errors.total(),
-            "reruns": runs.total() - len(runs),
+            "reruns": self.reruns(),
             "lost": ledger.lost,
             "duplicated": ledger.duplicated,
             "crossed": ledger.crossed,
@@ -213,6 +220,7 @@ class Trial:
         self.pool.close(grace=False)
         for pid in pids:
             wait_for(lambda group=pid: not _exists(group), f"the end of process group {pid}", 5.0)
+        self._runs = self.runs()
         shutil.rmtree(self.folder)
 
     def _count(self, ledger: Ledger, expected: set[str]) -> None:

@@ -129,7 +129,7 @@ def policy_holds_the_gil(trial: Trial) -> None:
     wait_for(lambda: not load.is_open_since(moment), "its end")
     trial.expect(time.monotonic() - moment > 2.0, "the lock was not held")
     trial.finish(load)
-    counters, reruns = pool.counters(), trial.row()["reruns"]
+    counters, reruns = pool.counters(), trial.reruns()
     trial.expect(counters["lost_workers"] == 0, f"it was taken for dead: {counters}")
     trial.expect(counters["requeued"] == reruns == 0, f"its requests ran again: {counters}")
 
@@ -217,6 +217,6 @@ def workers_retire(trial: Trial) -> None:
         pool.wait_for_workers(2)
     load.wait_for(50)
     trial.finish(load)
-    counters, reruns = pool.counters(), trial.row()["reruns"]
+    counters, reruns = pool.counters(), trial.reruns()
     trial.expect(counters["requeued"] == reruns == 0, f"{reruns} reruns: {counters}")
     trial.expect(counters["lost_workers"] == 0, f"one did not say goodbye: {counters}")
