@@ -359,7 +359,7 @@ def test_a_lock_that_an_interrupt_left_behind_does_not_shut_its_own_thread_out(p
 def test_of_many_requests_at_once_those_over_the_bound_end_in_overloaded(pool: Pool) -> None:
     pool.start(0, "", "broker.max_client_messages=2")
     client = pool.client()
-    pending = [client.submit(x(1.0), timeout=2.5) for _ in range(400)]
+    pending = [client.submit(x(1.0), timeout=5.0) for _ in range(400)]
     kinds = Counter()
     for request in pending:
         with pytest.raises((Overloaded, PolicyTimeout)) as error:

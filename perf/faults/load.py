@@ -195,7 +195,12 @@ class Load:
                 self._end(seat)
                 self._begun[place] = float("inf")
                 moved = True
-            if seat.pending is None and not seat.retired and not self._stopping and self._left > 0:
+            if seat.pending is not None or seat.retired:
+                continue
+            if self._stopping or self._left <= 0:
+                seat.retired = True
+                seat.client.rest()  # in normal mode the others wait for it otherwise
+            else:
                 self._left -= 1
                 self._begun[place] = self._begin(seat)
                 moved = True
@@ -203,9 +208,7 @@ class Load:
             self._seats[0].pending.wait(_IDLE if len(self._seats) > 1 else _ALONE)
         elif not moved:
             time.sleep(_IDLE)
-        if self._left <= 0 or self._stopping or all(seat.retired for seat in self._seats):
-            return any(seat.pending is not None for seat in self._seats)
-        return True
+        return any(seat.pending is not None or not seat.retired for seat in self._seats)
 
     def _begin(self, seat: _Seat) -> float:
         width = self._width or (2000 if seat.number % 2 else 16)
@@ -279,4 +282,4 @@ class _Seat:
     pending: Pending | None = None
     begun: float = 0.0
     retired: bool = False
-    """Its name was taken over; it can ask no more."""
+    """It asks no more: all is asked, or its name was taken over."""
