@@ -10,7 +10,7 @@ from faults.drills import Trial, drill
 from faults.load import Load
 from faults.policies import observation
 from faults.pool import Pool, wait_for
-from zmqrl.errors import Overloaded
+from zmqrl.errors import Overloaded, PolicyTimeout
 from zmqrl.transport.codec import encode, encode_meta
 from zmqrl.transport.header import Header, Op
 
@@ -142,18 +142,22 @@ def client_never_reads(trial: Trial) -> None:
 def client_floods(trial: Trial) -> None:
     """A client opens hundreds of requests at once; what is over its bound (16) gets `Overloaded`.
 
+    What is let in too late to be answered in its time gets `PolicyTimeout`, which says where it was.
     Others are served beside it at a tenth of their pace or more.
     """
     pool = trial.pool.start(2, "", "broker.max_client_messages=16", seconds=0.02)
     load = trial.load(clients=8)
     load.wait_for(100)
     pace = _pace(load)
-    flood = trial.load(clients=1, depth=300, requests=600, timeout=4.0, expects=(Overloaded,))
+    kinds = (Overloaded, PolicyTimeout)
+    flood = trial.load(clients=1, depth=300, requests=600, timeout=4.0, expects=kinds)
     beside = _pace(load)
     trial.expect(beside > pace / 10, f"{beside:.0f} answers/s beside it, {pace:.0f} before")
     most = max(client["open_requests"] for client in pool.status()["clients"])
     trial.expect(most <= 16, f"a client has {most} requests open")
     ledger = trial.finish(flood)
+    vague = [f for f in flood.failures if "said nothing" in str(f.error)]
+    trial.expect(not vague, f"{len(vague)} errors do not say what happened")
     trial.expect(ledger.errors["Overloaded"] > 0, "nothing of it was refused")
     trial.expect(ledger.answered > 0, "nothing of it was answered")
     trial.expect(pool.counters()["overloaded"] > 0, "the broker counted no refusal")
