@@ -56,7 +56,7 @@ def dealer(
     socket.setsockopt(zmq.RCVHWM, 10_000)
     # Refused at first because the broker starts later: try often, but not in lock step for ever.
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 400)
     _connect(socket, endpoint, keys)
     return socket
 
