@@ -27,7 +27,7 @@ COLUMNS = (
     "ok",
 )
 
-MODULES = ("workers", "clients", "broker", "links")
+MODULES = ("workers", "clients", "broker", "links", "hostile", "runs", "network", "security")
 """What is hurt; the drills of each run in this order."""
 
 for _name in MODULES:

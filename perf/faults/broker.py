@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 from faults.drills import Trial, drill
@@ -76,23 +75,3 @@ def _fill(trial: Trial, clients: int, width: int, bound: int) -> None:
     pool.start_worker(0)
     trial.finish(load)
     wait_for(lambda: pool.rss("broker") - before < 72 << 20, "the broker's memory to come back")
-
-
-@drill("start-orders")
-def start_orders(trial: Trial) -> None:
-    """Broker, client and rollout worker start in each of the six orders; every call is answered."""
-    pool = trial.pool
-    for number, order in enumerate(itertools.permutations(("broker", "worker", "client"))):
-        pool.lines.clear()
-        for part in order:
-            if part == "broker":
-                pool.start_broker()
-                _wait_for_line(pool, "serving")
-            elif part == "worker":
-                pool.start_worker(0)
-                _wait_for_line(pool, "is loaded")
-            else:
-                load = trial.load(clients=4, requests=trial.size(200, quick=20), first=10 * number)
-        trial.finish(load)
-        for name in ("broker", "rollout-0"):
-            pool.kill(name)

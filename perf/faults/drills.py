@@ -24,6 +24,7 @@ Every wait has a deadline. A drill takes 1 to 4 seconds when `trial.quick`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class Drill:
 
     name: str
     function: Callable[[Trial], None]
+    in_suite: bool
+    """Whether its quick form is one of the tests; not where others show the same."""
 
     @property
     def about(self) -> str:
@@ -66,20 +69,28 @@ class Drill:
                 trial.end()
             finally:
                 trial.close()
+        except Skipped as error:
+            trial.skipped = str(error)
         except Exception as error:
             trial.notes.append(f"{type(error).__name__}: {error}")
             traceback.print_exc(file=sys.stderr)
         return {"scenario": self.name, **trial.row()}
 
 
-def drill(name: str) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
+def drill(
+    name: str, in_suite: bool = True
+) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
     """Make a drill of a function."""
 
     def register(function: Callable[[Trial], None]) -> Callable[[Trial], None]:
-        DRILLS[name] = Drill(name, function)
+        DRILLS[name] = Drill(name, function, in_suite)
         return function
 
     return register
+
+
+class Skipped(Exception):
+    """Raised where a drill cannot be done on this machine; says why."""
 
 
 class Trial:
@@ -97,11 +108,14 @@ class Trial:
         """Not started yet."""
         self.notes: list[str] = []
         """What was wrong."""
+        self.skipped = ""
+        """Why the drill was not done."""
         self.ledger = Ledger()
         """What ended loads and crowds have counted."""
         self.recovery_s: float | None = None
         self._runs: Counter[tuple[int, int]] | None = None
         self._loads: list[Load] = []
+        self._numbers = itertools.count(0, 1000)
         self._crowds: dict[str, set[str]] = {}  # by child: the errors that it expects
 
     # -- What a drill uses
@@ -112,12 +126,14 @@ class Trial:
 
     def load(self, clients: int, endpoint: str | None = None, **options: Any) -> Load:
         """Start clients in this process; see `Load`. Unless given, their numbers follow on."""
-        options.setdefault("first", 1000 * len(self._loads))
+        options.setdefault("first", next(self._numbers))
         load = Load(endpoint or self.pool.frontend, clients, **options)
         self._loads.append(load)
         return load
 
-    def crowd(self, child: str, processes: int, first: int, **options: Any) -> None:
+    def crowd(
+        self, child: str, processes: int, first: int, within: Sequence[str] = (), **options: Any
+    ) -> None:
         """Start clients in processes of their own, as a child of the pool.
 
         All of them are in its process group, so that the pool's `kill`, `freeze` and `terminate` are for
@@ -127,11 +143,12 @@ class Trial:
             child: Its name.
             processes: How many; each has one client.
             first: The number of the first client.
+            within: What Python is to run before the crowd's program, if anything.
             options: For every client's `Load`, what JSON takes; `expects` are names of errors.
         """
         self._crowds[child] = set(options.get("expects", ()))
         arguments = {"endpoint": self.pool.frontend, "processes": processes, "first": first, **options}
-        self.pool.launcher.start(child, [json.dumps(arguments)], program=[crowd.__file__])
+        self.pool.launcher.start(child, [json.dumps(arguments)], program=[*within, crowd.__file__])
 
     def crowd_ledger(self, child: str) -> Ledger:
         """What a crowd has counted until now."""
@@ -210,7 +227,8 @@ class Trial:
             "recovery_s": None if self.recovery_s is None else round(self.recovery_s, 3),
             "ok": not self.notes,
         }
-        return {**row, "note": "; ".join(self.notes)} if self.notes else row
+        note = self.skipped or "; ".join(self.notes)
+        return {**row, "skipped": bool(self.skipped), "note": note} if note else row
 
     def close(self) -> None:
         """Leave nothing behind."""

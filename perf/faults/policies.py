@@ -104,3 +104,14 @@ def runs(folder: Path) -> Counter[tuple[int, int]]:
         notes = np.fromfile(file, np.int64)
         counter.update(map(tuple, notes[: len(notes) // 2 * 2].reshape(-1, 2).tolist()))
     return counter
+
+
+class Weighted(Tagged):
+    """Says with each answer which weights it has; those of the drills are their version's number."""
+
+    def load_state_dict(self, weights: dict[str, np.ndarray]) -> None:
+        self._weights = int(weights["number"][0])
+
+    def infer(self, observation: dict[str, Any], eval_mask: np.ndarray) -> dict[str, Any]:
+        answer = super().infer(observation, eval_mask)
+        return {**answer, "weights": np.full(len(eval_mask), self._weights)}

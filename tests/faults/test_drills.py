@@ -1,4 +1,4 @@
-"""Every drill of `bin/bench faults`, with small numbers; and that what they count is counted."""
+"""The drills of `bin/bench faults`, with small numbers; and that what they count is counted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from zmqrl.transport.codec import decode, encode, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
 
 
-@pytest.mark.parametrize("name", list(faults.DRILLS))
+@pytest.mark.parametrize("name", [drill.name for drill in faults.DRILLS.values() if drill.in_suite])
 def test_nothing_is_lost_doubled_or_crossed_in_the_drill(name: str) -> None:
     row = faults.DRILLS[name].run(quick=True)
+    if row.get("skipped"):
+        pytest.skip(row["note"])
     assert row["ok"], row["note"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 
@@ -11,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from conftest import Load, Pool, wait_for
+from conftest import Pool, wait_for
 
 from zmqrl.broker.status import StatusClient
 from zmqrl.errors import AttemptsExhausted, BrokerStopping, RequestRefused
@@ -86,44 +85,6 @@ def test_a_second_broker_on_an_endpoint_refuses_and_leaves_the_first_alone(
     assert pool.client().infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
 
 
-def hostile_messages() -> list[list[bytes]]:
-    """Nonsense of every kind that a socket can bring."""
-    encoded = encode({"x": np.ones((2, 2000))})
-    header = Header(Op.INFER, request_id=5, frames=1, rows=2, budget_ms=1000)
-    good = [header.pack() + encoded.meta, bytes(encoded.buffers[0])]
-    dice = random.Random(0)
-    messages = [good[:1], [*good, b"more"], [b""], [b"", b"", b""], [b"x"] * 50, [b"x"] * 5000]
-    messages += [[good[0][:length], good[1]] for length in range(0, len(good[0]), 7)]
-    messages += [[dice.randbytes(dice.randrange(300)) for _ in range(n % 6 + 1)] for n in range(100)]
-    for op in range(256):
-        messages.append([Header(op, request_id=op, rows=2**32 - 1, frames=0).pack()])
-        messages.append([Header(op, request_id=op).pack() + dice.randbytes(40), b"a", b"b"])
-        messages.append([Header(op).pack() + encode_meta({"name": ["no str"], "incarnation": "x"})])
-    return messages
-
-
-def test_nonsense_at_either_socket_harms_no_other_client(pool: Pool) -> None:
-    pool.start(workers=2)
-    load = Load(pool, clients=3)
-    strangers = [raw_dealer(pool, endpoint) for endpoint in (pool.frontend, pool.backend)]
-    registered = [raw_dealer(pool, endpoint) for endpoint in (pool.frontend, pool.backend)]
-    for number, socket in enumerate(registered):
-        hello = {"name": f"hostile-{number}", "incarnation": 1}
-        socket.send(Header(Op.HELLO).pack() + encode_meta(hello))
-        assert unpack(socket.recv()).op == Op.WELCOME
-    for socket in strangers + registered:
-        for message in hostile_messages():
-            socket.send_multipart(message)
-    load.wait_for(300)
-    wait_for(lambda: pool.counters()["malformed"] > 1000, "the nonsense to be counted")
-    for socket in registered:  # a hostile worker may not keep the work that it asked for
-        socket.close(0)
-    load.wait_for(300)
-    load.finish()
-    for socket in strangers:
-        socket.close(0)
-
-
 def test_a_request_that_cannot_be_decoded_is_refused_and_its_batch_mates_are_answered(
     pool: Pool,
 ) -> None:
@@ -142,21 +103,6 @@ def test_a_request_that_cannot_be_decoded_is_refused_and_its_batch_mates_are_ans
     assert (unpack(reply).op, unpack(reply).request_id) == (Op.ERROR, 9)
     assert decode_meta(reply[HEADER_SIZE:])["code"] == "refused"
     socket.close(0)
-
-
-def test_a_peer_of_another_protocol_version_is_told_so(pool: Pool) -> None:
-    pool.start()
-    for endpoint in (pool.frontend, pool.backend):
-        socket = raw_dealer(pool, endpoint)
-        hello = bytearray(Header(Op.HELLO, request_id=3).pack() + encode_meta({"name": "old"}))
-        hello[4] = 99
-        socket.send(bytes(hello))
-        assert socket.poll(10_000)
-        reply = socket.recv()
-        assert unpack(reply).op == Op.ERROR
-        assert "version 99" in decode_meta(reply[HEADER_SIZE:])["message"]
-        socket.close(0)
-    assert pool.client().infer({"x": np.ones((1, 3))})["actions"].shape == (1, 3)
 
 
 def test_a_request_nested_without_end_is_refused_and_kills_no_worker(pool: Pool) -> None:
