@@ -168,8 +168,8 @@ class Stranger:
     """
 
     def __init__(self, endpoint: str, kind: int = zmq.DEALER) -> None:
-        self.heard: list[Message] = []
-        """What was said to it."""
+        self.heard: dict[int, Message] = {}
+        """By op, the latest message that it was sent."""
         self.cuts = 0
         """How often its connection was cut."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -187,20 +187,16 @@ class Stranger:
     def read(self) -> None:
         """Read what has come."""
         while self._socket.type == zmq.DEALER and self._socket.poll(0):
-            self.heard.append(self._socket.recv_multipart())
+            message = self._socket.recv_multipart()
+            self.heard[op_of(message[0])] = message
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
             self.cuts += 1
 
-    def says(self, op: Op) -> Message | None:
-        """The latest message with this op that it was sent."""
-        self.read()
-        return next((m for m in reversed(self.heard) if op_of(m[0]) == op), None)
-
     def wait_for(self, op: Op) -> Message:
         """Wait until it is sent a message with this op."""
-        message: Message = wait_for(lambda: self.says(op), f"{op!r}, which a stranger waits for")
-        return message
+        wait_for(lambda: self.read() or op in self.heard, f"{op!r}, which a stranger waits for")
+        return self.heard[op]
 
     def close(self) -> None:
         """Go without a goodbye."""
@@ -342,13 +338,10 @@ def _is_cut(trial: Trial, part: str, stranger: Stranger, messages: list[Message]
 
 
 def _heard_nothing_of_others(trial: Trial, part: str, stranger: Stranger) -> None:
-    """Note what a stranger was sent that is not for it: it has asked for nothing that can be
-    answered.
-    """
-    for message in stranger.heard:
-        if op_of(message[0]) == Op.REPLY:
-            trial.ledger.crossed += 1
-            trial.expect(False, f"a stranger at {part} got a reply: {message[0][:80]!r}")
+    """Note a reply that a stranger was sent: it has asked for nothing that can be answered."""
+    if Op.REPLY in stranger.heard:
+        trial.ledger.crossed += 1
+        trial.expect(False, f"a stranger at {part} got a reply: {stranger.heard[Op.REPLY][0][:80]!r}")
 
 
 def _goes_on_in_bounds(trial: Trial, before: list[int]) -> None:
