@@ -224,6 +224,16 @@ def test_a_key_that_is_replaced_in_its_file_is_out(keys: Path) -> None:
     assert door.callback("", Keys.load(keys / "other", "worker").public)
 
 
+def test_a_key_file_that_was_moved_away_and_back_is_let_in_again(keys: Path) -> None:
+    door = Door(Keys.load(keys, "server"), [CLIENTS])
+    mine = Keys.load(keys, "client").public
+    path, aside = keys / "server" / "clients" / "client.key", keys / "aside"
+    path.rename(aside)  # it keeps its time, size and inode
+    assert not door.callback("", mine)
+    aside.rename(path)
+    assert door.callback("", mine)
+
+
 def test_a_key_file_that_is_just_being_written_does_not_turn_its_owner_out(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

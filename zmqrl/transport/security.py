@@ -246,6 +246,8 @@ class _AllowList:
             for path, stamp in stamps.items():
                 if stamp != self._stamps.get(path):
                     self._read(path, stamp)
+            # A file that is moved away and back has the stamp that it had: it must be read again.
+            self._stamps = {path: stamp for path, stamp in self._stamps.items() if path in stamps}
             self._by_file = {path: key for path, key in self._by_file.items() if path in stamps}
             self._keys = frozenset(self._by_file.values())
 
