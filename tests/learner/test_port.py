@@ -153,6 +153,15 @@ class Shut(Gate):
         return False
 
 
+class Switch(Gate):
+    """Lets everything begin from the moment on at which it is opened."""
+
+    is_open = threading.Event()
+
+    def may_begin(self, progress, env_steps):
+        return self.is_open.is_set()
+
+
 class Stranger:
     """A raw socket that says what it likes."""
 
@@ -1065,6 +1074,26 @@ def test_a_batch_that_is_not_that_of_the_envs_is_refused_before_anything_is_sent
         pytest.raises(ValueError, match=r"4 rows, but envs has 1.*infer_one"),
     ):
         policy.infer(observation)
+
+
+def test_a_sender_that_is_gone_when_several_of_its_stages_may_begin_ends_nothing(learner, stranger):
+    gate = Switch()
+    port = learner(gate=gate)
+    port.receive(0.0)
+    gone = stranger()
+    gone.hello("gone")
+    for stage in (0, 1):
+        gone.say(Op.BEGIN, stage + 1, stage=stage, rows=4)
+    asked = port._service._questions
+    wait_for(lambda: len(asked) == 2, "both questions")
+    gone.close()
+    gate.is_open.set()
+    wait_for(lambda: not asked, "the gate to open")
+    other = stranger()
+    other.hello("other")
+    other.say(Op.BEGIN, 1, rows=4)
+    other.hear(Op.GO)
+    port.receive(0.0)
 
 
 def test_a_learner_that_lets_nothing_begin_is_named_at_the_timeout(learner, endpoint):

@@ -368,6 +368,8 @@ class Service:
             self._say_that_it_ended()
             return
         for key, question in list(self._questions.items()):
+            if key not in self._questions:
+                continue  # its sender turned out to be gone when another stage was answered
             if not self._gate.may_begin(shared.progress(now), question.env_steps):
                 return
             del self._questions[key]
