@@ -6,6 +6,8 @@ import os
 import re
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -270,6 +272,15 @@ def test_those_turned_away_are_logged_with_their_keys_but_not_each_time(
     assert stranger.decode() in caplog.text
 
 
+def test_a_key_that_cannot_be_looked_up_is_turned_away_and_the_next_one_is_not(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = Door(Keys.load(keys, "server"), [CLIENTS])
+    assert not door.callback("", b"\xff")
+    assert "could not be looked up" in caplog.text
+    assert door.callback("", Keys.load(keys, "client").public)
+
+
 # -- Sockets
 
 
@@ -442,6 +453,32 @@ def test_what_never_answers_a_handshake_is_left_after_the_time(keys: Path) -> No
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         assert refusal_of(endpoint, Keys.load(keys, "client"), 0.2) is None
+
+
+def test_a_look_at_what_never_answers_leaves_the_next_one_undisturbed(serve: Make, keys: Path) -> None:
+    endpoint, own = serve(keys)[1], Keys.load(keys, "client")
+    for _ in range(3):
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            assert refusal_of(f"tcp://127.0.0.1:{silent.getsockname()[1]}", own, 0.1) is None
+        assert refusal_of(endpoint, None, 10) is not None
+
+
+def test_many_clients_whose_broker_is_silent_do_not_run_their_process_out_of_files() -> None:
+    looks = (
+        "import resource, socket, threading\n"
+        "from zmqrl.transport.refusal import refusal_of\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n"
+        "silent = socket.create_server(('127.0.0.1', 0), backlog=100)\n"
+        "endpoint = f'tcp://127.0.0.1:{silent.getsockname()[1]}'\n"
+        "found = []\n"
+        "look = lambda: found.append(refusal_of(endpoint, None, 0.3))\n"
+        "threads = [threading.Thread(target=look) for _ in range(40)]\n"
+        "[thread.start() for thread in threads]\n"
+        "[thread.join() for thread in threads]\n"
+        "print(found == [None] * 40)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", looks], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["True"], "")
 
 
 def test_a_suspicion_is_looked_into_when_due_and_not_before(serve: Make, keys: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import threading
 import time
 from typing import Any, NamedTuple, Optional
 
@@ -95,20 +97,55 @@ def refusal_of(endpoint: str, keys: Optional[Keys], timeout: float) -> Optional[
     Returns:
         None if keys are not the reason: nobody listens, no answer came in time, or all is well.
     """
-    context: zmq.Context[Any] = zmq.Context()
+    until = time.monotonic() + timeout
+    process = _of_this_process()
+    if not process.one_at_a_time.acquire(timeout=max(0.0, timeout)):
+        return None
     try:
-        socket = context.socket(zmq.DEALER)
+        return _look(process.context, endpoint, keys, until)
+    except zmq.ZMQError:  # no more files can be opened, for instance: nothing can be found out now
+        return None
+    finally:
+        process.one_at_a_time.release()
+
+
+def _look(
+    context: zmq.Context[Any], endpoint: str, keys: Optional[Keys], until: float
+) -> Optional[Refusal]:
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             keys.connect(socket)
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.IPV6, 1)
-        socket.monitor("inproc://outcome", _OUTCOMES)
-        monitor = context.socket(zmq.PAIR)
-        monitor.connect("inproc://outcome")
-        socket.connect(endpoint)
-        return _outcome(monitor, keys, time.monotonic() + timeout)
-    finally:
-        context.destroy(0)
+        # An address that is new: that of a socket just closed may be in use for a moment still.
+        with socket.get_monitor_socket(_OUTCOMES, f"inproc://{os.urandom(8).hex()}") as monitor:
+            try:
+                socket.connect(endpoint)
+                return _outcome(monitor, keys, until)
+            finally:
+                # First, because the I/O thread waits for ever with an event that nobody takes.
+                socket.disable_monitor()
+
+
+class _Process(NamedTuple):
+    """What all looks of a process share."""
+
+    pid: int
+    context: zmq.Context[Any]
+    """Never terminated, which would wait for a name to be looked up, however long that takes."""
+    one_at_a_time: threading.Lock
+    """Many clients in one process must not run out of files because their broker is silent."""
+
+
+_process: Optional[_Process] = None
+
+
+def _of_this_process() -> _Process:
+    global _process
+    if _process is None or _process.pid != os.getpid():  # after a fork the context is the parent's
+        _process = _Process(os.getpid(), zmq.Context(), threading.Lock())
+    return _process
 
 
 def _outcome(monitor: zmq.Socket[bytes], keys: Optional[Keys], until: float) -> Optional[Refusal]:

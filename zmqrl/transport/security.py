@@ -171,9 +171,16 @@ class Door:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Answer libzmq, which asks at each handshake; called by the authenticator's thread."""
+        try:
+            return self._answer(key.decode())
+        except Exception:  # it would end the thread, and with it all hope of later ones
+            log.exception("a peer is turned away: its key could not be looked up")
+            return False
+
+    def _answer(self, key: str) -> bool:
         for allowed in self._lists.values():
             allowed.look()
-        if self.lets_in(key.decode()):
+        if self.lets_in(key):
             return True
         self._turned_away += 1
         if (
@@ -181,7 +188,7 @@ class Door:
         ):  # the 1st, 2nd, 4th …: nobody floods the log
             log.warning(
                 "a peer is turned away (number %d): its key %s is not in %s",
-                *(self._turned_away, key.decode(), " or ".join(a.folder for a in self._lists.values())),
+                *(self._turned_away, key, " or ".join(a.folder for a in self._lists.values())),
             )
         return False
 
