@@ -58,6 +58,22 @@ def test_the_goodbye_of_an_unknown_client_needs_no_answer(op):
     assert client.inbox == []
 
 
+def test_the_status_is_made_once_a_turn_however_often_it_is_asked_for():
+    pool = Pool()
+    stranger = pool.stranger()
+    for request_id in (1, 2):
+        stranger.send([Header(Op.STATUS, request_id=request_id).pack()])
+        pool.client(f"client-{request_id}")
+    pool.turn()
+    stranger.send([Header(Op.STATUS, request_id=3).pack()])
+    pool.turn()
+    assert [(m.request_id, m.fields["clients_connected"]) for m in stranger.inbox] == [
+        (1, 0),
+        (2, 0),
+        (3, 2),
+    ]
+
+
 def test_anyone_may_ask_for_the_status():
     pool = Pool()
     stranger = pool.stranger()

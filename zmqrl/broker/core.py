@@ -36,6 +36,7 @@ from zmqrl.broker.pool import Options, Pool
 from zmqrl.broker.records import Client, Counters, Worker
 from zmqrl.broker.worker_leg import WorkerLeg
 from zmqrl.errors import DecodeError
+from zmqrl.transport.codec import encode_meta
 from zmqrl.transport.header import MAX_FRAMES, Header, Op, op_of, request_id_of, unpack
 
 TICK = 0.25
@@ -67,6 +68,7 @@ class Broker:
         self._workers = WorkerLeg(self._pool)
         self._started = self._ticked = self._clock = now
         self._paused = 0.0
+        self._status_meta: bytes | None = None  # of this turn, if somebody has asked
 
     @property
     def counters(self) -> Counters:
@@ -90,6 +92,7 @@ class Broker:
             self._paused += gap
         self._clock = clock
         self._pool.now = clock - self._paused
+        self._status_meta = None
 
     def tick(self) -> None:
         """Do what is due: deadlines, stuck batches, probes."""
@@ -156,8 +159,10 @@ class Broker:
                     f"{len(message) - 1} large buffers came, the header says {header.frames}"
                 )
             if header.op == Op.STATUS:
-                status = words.plain(Op.STATUS, self.status(), header.request_id)
-                self._pool.to_clients.append((peer, status))
+                # With a thousand clients it takes milliseconds: once a turn, however often asked for.
+                self._status_meta = self._status_meta or encode_meta(self.status())
+                status = Header(Op.STATUS, request_id=header.request_id).pack() + self._status_meta
+                self._pool.to_clients.append((peer, [status]))
             else:
                 self._clients.receive(peer, header, message, key)
         except DecodeError as error:
