@@ -20,6 +20,7 @@ from conftest import Pool, wait_for
 from test_pool import Load
 
 from zmqrl import PolicyClient
+from zmqrl.broker.core import Broker
 from zmqrl.broker.pool import Options
 from zmqrl.broker.server import BrokerServer
 from zmqrl.broker.status import StatusClient
@@ -272,6 +273,33 @@ def test_an_eval_worker_of_a_learner_of_another_version_is_told_so(elsewhere: st
     with pytest.raises(LearnerRefused, match="version 99, this is"):
         orders.next(10.0)
     orders.close()
+
+
+def test_a_broker_of_another_version_is_told_in_place_of_a_status(elsewhere: str) -> None:
+    client = StatusClient(elsewhere)
+    with pytest.raises(RequestRefused, match="version 99, this is"):
+        client.ask(10.0)
+    client.close()
+
+
+def test_the_status_of_a_thousand_peers_with_the_longest_names_can_be_read(folder: Path) -> None:
+    broker = Broker(Options(), 1, 0.0)
+    for number in range(1000):
+        face = chr(0x1F600)  # four bytes
+        who = {"name": f"{number:{face}>200}", "host": 300 * face}
+        broker.from_client(b"c%d" % number, [hello(**who)])
+        broker.from_worker(b"w%d" % number, [hello(**who)])
+    endpoint = f"ipc://{folder}/long"
+    words = encode_meta(broker.status())
+    strange = Strange(
+        endpoint, lambda first: Header(Op.STATUS, request_id=unpack(first).request_id).pack() + words
+    )
+    client = StatusClient(endpoint)
+    status = client.ask(10.0)
+    assert status is not None
+    assert len(status["clients"]) == len(status["workers"]) == 1000
+    client.close()
+    strange.close()
 
 
 STATUS = {

@@ -7,12 +7,15 @@ from typing import Any
 
 import zmq
 
-from zmqrl.errors import AuthenticationFailed, DecodeError
+from zmqrl.errors import AuthenticationFailed, DecodeError, RequestRefused, VersionMismatch
 from zmqrl.transport import sockets
-from zmqrl.transport.codec import MAX_META, decode_meta
+from zmqrl.transport.codec import decode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
 from zmqrl.transport.refusal import refusal_of
 from zmqrl.transport.security import Keys
+
+_MAX_STATUS = 16 << 20
+"""Bytes. It names a thousand clients, and all workers; names may be long."""
 
 
 class StatusClient:
@@ -34,6 +37,10 @@ class StatusClient:
 
         Args:
             timeout: Seconds.
+
+        Raises:
+            AuthenticationFailed: The key of this part has been revoked.
+            RequestRefused: The broker speaks another version of the protocol.
         """
         request_id, self._next_id = self._next_id, self._next_id + 1
         try:
@@ -46,10 +53,12 @@ class StatusClient:
             try:
                 header = unpack(frames[0])
                 if header.op == Op.STATUS and header.request_id == request_id:
-                    return _checked(decode_meta(frames[0][HEADER_SIZE:], MAX_META))
+                    return _checked(decode_meta(frames[0][HEADER_SIZE:], _MAX_STATUS))
                 if header.op == Op.ERROR and header.request_id == 0:
                     message = decode_meta(frames[0][HEADER_SIZE:]).get("message")
                     raise AuthenticationFailed(f"{self._endpoint}: {message}")
+            except VersionMismatch as error:
+                raise RequestRefused(f"{self._endpoint}: {error}") from None
             except DecodeError:
                 continue
         return None
