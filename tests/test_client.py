@@ -293,9 +293,9 @@ def test_an_impossible_stage_is_refused_and_leaves_nothing_behind(pool: Pool, st
     assert client.infer({**x(2), "command": ["sleep 1.2", "ok"]})["actions"][0, 0] == 2
 
 
-@pytest.mark.parametrize("name", ["", "n" * 201])
+@pytest.mark.parametrize("name", ["", "n" * 201, "two\nlines", "\x1b[2J"])
 def test_an_impossible_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="200 characters"):
+    with pytest.raises(ValueError, match="200 printable characters"):
         PolicyClient("tcp://127.0.0.1:1", name=name)
 
 

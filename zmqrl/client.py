@@ -80,8 +80,8 @@ class PolicyClient:
             raise ValueError("give rank and world_size together")
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in 0 … world_size - 1 ({world_size - 1})")
-        if name is not None and not 0 < len(name) <= 200:
-            raise ValueError("a name has 1 to 200 characters")
+        if name is not None and not (0 < len(name) <= 200 and name.isprintable()):
+            raise ValueError(f"a name has 1 to 200 printable characters, not {name!r}")
         self.mode = _checked_mode(mode)
         self.name = name or f"client-{os.urandom(4).hex()}"
         self._place = {} if rank is None else {"rank": rank, "world_size": world_size}
@@ -296,10 +296,10 @@ class PolicyClient:
         long, or may get stuck, deserves a name: `reset`, for instance.
 
         Args:
-            name: 1 to 50 characters.
+            name: 1 to 50 printable characters.
         """
-        if not 0 < len(name) <= 50:
-            raise ValueError(f"a phase has a name of 1 to 50 characters, not {name!r}")
+        if not (0 < len(name) <= 50 and name.isprintable()):
+            raise ValueError(f"a phase has a name of 1 to 50 printable characters, not {name!r}")
         with self._exclusive() as connection:
             connection.phase(name)
 

@@ -108,6 +108,20 @@ def test_a_request_with_the_wrong_number_of_frames_is_refused_by_its_id(count):
 
 
 @pytest.mark.parametrize("leg", ["client", "worker"])
+@pytest.mark.parametrize("field", ["name", "host", "policy"])
+@pytest.mark.parametrize("text", ["\x1b[2J", "a\nbroker: all is lost", "\x9b2J", "\u202eabc", "\0"])
+def test_a_terminal_that_shows_peers_has_nothing_to_obey(leg, field, text):
+    scene = Scene(leg, registered=False)
+    fields = {"name": "rogue", "role": leg, field: text}
+    scene.rogue.send(plain(Op.HELLO, **fields))
+    scene.pool.send()
+    (error,) = scene.rogue.inbox
+    assert error.code == "refused"
+    assert f"HELLO: {field} must be" in error.fields["message"]
+    scene.still_serves_the_honest()
+
+
+@pytest.mark.parametrize("leg", ["client", "worker"])
 def test_a_peer_of_another_version_gets_an_error_that_it_can_print(leg):
     scene = Scene(leg, registered=False)
     hello = scene.good(Op.HELLO)[0]

@@ -63,7 +63,7 @@ def test_a_client_that_rests_is_not_taken_to_step():
     assert doing(pool)[0] == "rest"
 
 
-@pytest.mark.parametrize("phase", ["", "x" * (MAX_PHASE + 1), 7, None, ["reset"]])
+@pytest.mark.parametrize("phase", ["", "x" * (MAX_PHASE + 1), "\x1b[2J", 7, None, ["reset"]])
 def test_a_phase_that_is_no_short_text_is_refused(phase):
     pool = Pool()
     client = pool.client("a")

@@ -680,8 +680,9 @@ def malformed():
     yield from ([Header(op).pack() + b"\xc1" * 10] for op in (Op.HELLO, Op.WANT, Op.EVALUATE))
     fields = {"name": "x", "incarnation": 1, "first": 1, "spaces": None}
     for wrong in (
-        {"name": 1}, {"name": ""}, {"name": "x" * 300}, {"incarnation": -1}, {"incarnation": "1"},
-        {"first": 0}, {"first": None}, {"first": 1.5}, {"first": 2**63}, {"incarnation": 2**63},
+        {"name": 1}, {"name": ""}, {"name": "x" * 300}, {"name": "x\n"}, {"incarnation": -1},
+        {"incarnation": "1"}, {"incarnation": 2**63},
+        {"first": 0}, {"first": None}, {"first": 1.5}, {"first": 2**63},
         {"spaces": {}}, {"spaces": [1]},
         {"spaces": {"observation": {"x": [[float("inf")], "f"]}, "action": {}}},
     ):  # fmt: skip

@@ -140,6 +140,6 @@ class ClientLeg:
 
 def _phase_of(fields: dict[str, Any]) -> str:
     phase = fields.get("phase")
-    if not isinstance(phase, str) or not 0 < len(phase) <= MAX_PHASE:
-        raise DecodeError(f"PHASE: phase must be a str of 1 to {MAX_PHASE} characters")
+    if not isinstance(phase, str) or not 0 < len(phase) <= MAX_PHASE or not phase.isprintable():
+        raise DecodeError(f"PHASE: phase must be a str of 1 to {MAX_PHASE} printable characters")
     return phase

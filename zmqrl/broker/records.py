@@ -177,16 +177,17 @@ class Introduction:
                 f"HELLO: this socket is for a broker's {role}s; {what} connects to {right}"
             )
         name, host = fields.get("name"), fields.get("host", "")
-        if not isinstance(name, str) or not 0 < len(name) <= 200:
-            raise DecodeError("HELLO: name must be a str of 1 to 200 characters")
-        if not isinstance(host, str) or len(host) > 300:
-            raise DecodeError("HELLO: host must be a short str")
+        # They are shown in terminals and logs, which obey some characters.
+        if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
+            raise DecodeError("HELLO: name must be a str of 1 to 200 printable characters")
+        if not isinstance(host, str) or len(host) > 300 or not host.isprintable():
+            raise DecodeError("HELLO: host must be a short printable str")
         mode = fields.get("mode", "train")
         if mode not in ("train", "eval"):
             raise DecodeError("HELLO: mode must be train or eval")
         policy = fields.get("policy", "")
-        if not isinstance(policy, str) or len(policy) > 100:
-            raise DecodeError("HELLO: policy must be a str of at most 100 characters")
+        if not isinstance(policy, str) or len(policy) > 100 or not policy.isprintable():
+            raise DecodeError("HELLO: policy must be a str of at most 100 printable characters")
         numbers = {}
         for key in ("incarnation", "pid"):
             numbers[key] = fields.get(key, 0)

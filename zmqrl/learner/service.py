@@ -274,8 +274,8 @@ class Service:
     def _hello(self, peer: bytes, header: Header, frames: list[Any]) -> None:
         fields = decode_meta(frames[0][HEADER_SIZE:], MAX_META)
         name = fields.get("name")
-        if not isinstance(name, str) or not 0 < len(name) <= 200:
-            raise DecodeError("HELLO: name must be a str of 1 to 200 characters")
+        if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
+            raise DecodeError("HELLO: name must be a str of 1 to 200 printable characters")
         incarnation = _number("HELLO: incarnation", fields.get("incarnation"))
         first = _number("HELLO: first", fields.get("first"), least=1)
         self._check_spaces(name, Spaces.of_fields(fields.get("spaces")))
