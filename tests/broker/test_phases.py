@@ -63,6 +63,18 @@ def test_a_client_that_rests_is_not_taken_to_step():
     assert doing(pool)[0] == "rest"
 
 
+def test_a_client_of_which_one_stage_rests_steps_the_other_one_with_its_actions():
+    pool = Pool()
+    client, worker = pool.client("a"), pool.worker("w")
+    client.ask()
+    client.send([Header(Op.REST, stage=1).pack()])
+    pool.turn()
+    assert doing(pool)[0] == "wait"
+    worker.answer()
+    pool.turn(0.5)
+    assert doing(pool) == ("step", 0.5)
+
+
 @pytest.mark.parametrize("phase", ["", "x" * (MAX_PHASE + 1), "\x1b[2J", 7, None, ["reset"]])
 def test_a_phase_that_is_no_short_text_is_refused(phase):
     pool = Pool()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zmqrl.broker.policies import Policies, Policy
-from zmqrl.broker.records import STEP, Client, Counters, Request, State, Worker, WorkerTotals
+from zmqrl.broker.records import REST, STEP, Client, Counters, Request, State, Worker, WorkerTotals
 from zmqrl.broker.scheduling import Limits
 from zmqrl.transport.codec import encode_meta
 from zmqrl.transport.header import FLAG_EVAL, Header, Op
@@ -96,6 +96,9 @@ class Pool:
 
     def answer(self, request: Request, reply: list[Any], queue_s: float) -> None:
         """Close a request with the policy's reply."""
+        client = request.client
+        if client.phase == REST and request.policy is self.policies.default:
+            client.phase = STEP  # another of its stages rests; the one that has its actions goes on
         self._close(request)
         self.counters.answered += 1
         self.counters.queue_s += queue_s
