@@ -94,10 +94,12 @@ def test_a_secret_that_others_can_read_is_refused(keys: Path, mode: int) -> None
         Keys.load(keys, "client")
 
 
-def test_an_allow_list_that_others_can_add_to_is_refused(keys: Path) -> None:
-    (keys / "server" / "clients").chmod(0o770)
-    with pytest.raises(KeysError, match="others can add keys"):
-        Keys.load(keys, "server")
+@pytest.mark.parametrize("place", ["server/clients", "server/workers", "server", "client"])
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
+def test_a_folder_of_keys_that_others_can_add_to_is_refused(keys: Path, place: str, mode: int) -> None:
+    (keys / place).chmod(mode)
+    with pytest.raises(KeysError, match=f"others can add keys to {keys / place}, .*chmod 700"):
+        Keys.load(keys, place.split("/")[0])
 
 
 @pytest.mark.parametrize("file", ["client.key_secret", "server.key"])

@@ -66,9 +66,9 @@ class Keys:
         role = role if os.path.exists(os.path.join(bundle, f"{role}.key_secret")) else "server"
         public, secret = _secret_of(os.path.join(bundle, f"{role}.key_secret"))
         server = public_key_of(os.path.join(bundle, "server.key"))
-        for allowed in (os.path.join(bundle, name) for name in (CLIENTS, WORKERS)):
-            if os.path.isdir(allowed) and os.stat(allowed).st_mode & 0o022:
-                raise KeysError(f"others can add keys to {allowed}; chmod 700 it")
+        for place in (bundle, os.path.join(bundle, CLIENTS), os.path.join(bundle, WORKERS)):
+            if os.path.isdir(place) and os.stat(place).st_mode & 0o022:
+                raise KeysError(f"others can add keys to {place}, or exchange them; chmod 700 it")
         return cls(bundle, server, public, secret)
 
     def connect(self, socket: zmq.Socket[Any]) -> None:
