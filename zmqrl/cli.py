@@ -348,6 +348,14 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _make_keys(options: argparse.Namespace) -> int:
+    try:
+        _make_or_revoke(options)
+    except OSError as error:
+        raise KeysError(f"the keys cannot be written: {error}") from None
+    return 0
+
+
+def _make_or_revoke(options: argparse.Namespace) -> None:
     from zmqrl.transport import bundles
 
     folder = options.folder
@@ -364,7 +372,6 @@ def _make_keys(options: argparse.Namespace) -> int:
         print(f"made {folder}/server (broker, learner), {folder}/client (env workers, PolicyClient)")
         print(f"and {folder}/worker (rollout workers). Here, set security.keys to {folder}; to another")
         print("machine copy only the bundle of the part that runs there, over a safe channel.")
-    return 0
 
 
 def _check_json_file(file: Path | None) -> None:

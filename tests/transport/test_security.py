@@ -156,6 +156,13 @@ def test_a_revoked_key_is_gone_and_its_name_can_be_used_again(keys: Path) -> Non
     assert Keys.load(keys, "client").public != before.public
 
 
+def test_a_revoked_name_is_gone_from_both_lists(keys: Path) -> None:
+    lists = [keys / "server" / name / "client.key" for name in (CLIENTS, WORKERS)]
+    lists[1].write_text(lists[0].read_text())
+    revoke(str(keys), "client")
+    assert not any(path.exists() for path in lists)
+
+
 def test_what_is_not_let_in_cannot_be_revoked(keys: Path) -> None:
     with pytest.raises(KeysError, match="no key 'nobody' is let in"):
         revoke(str(keys), "nobody")
@@ -189,6 +196,15 @@ def test_the_command_makes_adds_and_revokes(
     assert "let in no longer" in capsys.readouterr().out
     assert main(["make-keys", "keys"]) == 2
     assert "never overwritten" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["make-keys", f"{tmp_path}/file/keys"]) == 2
+    told = capsys.readouterr().err
+    assert f"error: the keys cannot be written: [Errno 20] Not a directory: '{tmp_path}/file" in told
 
 
 # -- Doors

@@ -68,18 +68,19 @@ def add_bundle(folder: str, role: str, name: str) -> None:
 
 
 def revoke(folder: str, name: str) -> None:
-    """Take a key off its allow-list, and remove its bundle.
+    """Take a key off the allow-lists, and remove its bundle.
 
     Raises:
         KeysError: No allow-list has it.
     """
-    role = next((r for r in _LISTS if os.path.exists(_entry(folder, r, name))), None)
-    if role is None:
+    roles = [role for role in _LISTS if os.path.lexists(_entry(folder, role, name))]
+    if not roles:
         raise KeysError(f"no key {name!r} is let in: {_entry(folder, 'client', name)} is not there")
-    os.remove(_entry(folder, role, name))
-    for file in (f"{role}.key_secret", f"{role}.key", "server.key"):
-        with suppress(OSError):
-            os.remove(os.path.join(folder, name, file))
+    for role in roles:  # both, if somebody has put it there by hand
+        os.remove(_entry(folder, role, name))
+        for file in (f"{role}.key_secret", f"{role}.key", "server.key"):
+            with suppress(OSError):
+                os.remove(os.path.join(folder, name, file))
     with suppress(OSError):
         os.rmdir(os.path.join(folder, name))
 
