@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,32 @@ def test_a_key_file_that_is_just_being_written_does_not_turn_its_owner_out(
     assert door.callback("", mine)
     path.unlink()
     assert not door.callback("", mine)
+
+
+def test_a_stranger_brings_about_no_look_at_all_keys_and_misses_no_change(keys: Path) -> None:
+    allowed = keys / "server" / "clients"
+    os.utime(allowed, ns=(0, 0))  # nothing has changed for a while
+    door = Door(Keys.load(keys, "server"), [CLIENTS])
+    (stranger, _), (later, _) = zmq.curve_keypair(), zmq.curve_keypair()
+    for number in range(2, 1000):
+        os.link(allowed / "client.key", allowed / f"client-{number}.key")
+    door.callback("", stranger)
+    os.utime(allowed, ns=(0, 0))
+    door.callback("", stranger)
+    begin = time.process_time()
+    for _ in range(1000):
+        assert not door.callback("", stranger)
+    spent = time.process_time() - begin
+    begin = time.process_time()
+    for _ in range(10):
+        door._lists[CLIENTS].look()
+    assert spent / 1000 < (time.process_time() - begin) / 10 / 3
+    mine = Keys.load(keys, "client").public
+    text = (allowed / "client.key").read_text()
+    (allowed / "later.key").write_text(text.replace(mine.decode(), later.decode()))
+    assert door.callback("", later)
+    (allowed / "later.key").unlink()
+    assert not door.callback("", later)
 
 
 def test_a_door_knows_who_is_on_which_list(keys: Path) -> None:

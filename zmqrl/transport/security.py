@@ -18,6 +18,7 @@ import os
 import re
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple, Union
 
@@ -39,6 +40,9 @@ CURVE_BYTES = 33
 
 _LOOK_EVERY = 1.0
 """Seconds after which an allow-list is looked at again."""
+
+_SETTLED_NS = 100_000_000
+"""Nanoseconds after which a further change of a folder shows in its time for sure."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ class Door:
 
     def _answer(self, key: str) -> bool:
         for allowed in self._lists.values():
-            allowed.look()
+            allowed.look_for(key)
         if self.lets_in(key):
             return True
         self._turned_away += 1
@@ -230,6 +234,8 @@ class _AllowList:
         self._lock = threading.Lock()
         self._stamps: Dict[str, _Stamp] = {}
         self._by_file: Dict[str, str] = {}
+        self._file_of: Dict[str, str] = {}
+        self._settled: Optional[_Stamp] = None  # of the folder, if all that is in it has been read
         self._keys: FrozenSet[str] = frozenset()
         self._complaints: Set[str] = set()
         self._looked = 0.0
@@ -241,22 +247,41 @@ class _AllowList:
             self.look()
         return self._keys
 
+    def look_for(self, key: str) -> None:
+        """Look, unless nothing has changed that could matter to this key.
+
+        Strangers bring that about as often as they like, and a look at a thousand files takes
+        milliseconds.
+        """
+        with self._lock:
+            file = self._file_of.get(key)
+            seen = self._settled if file is None else self._stamps[file]
+            with suppress(OSError):
+                if _stamp_of(os.stat(file or self.folder)) == seen:
+                    return
+            self._look()
+
     def look(self) -> None:
         """Read what has changed since the last look."""
         with self._lock:
-            self._looked = time.monotonic()
-            try:
-                stamps = _stamps_in(self.folder)
-            except OSError as error:  # no file can be opened at the moment, for instance
-                self._complain(f"cannot look into {self.folder}, whose keys stay as they were: {error}")
-                return
-            for path, stamp in stamps.items():
-                if stamp != self._stamps.get(path):
-                    self._read(path, stamp)
-            # A file that is moved away and back has the stamp that it had: it must be read again.
-            self._stamps = {path: stamp for path, stamp in self._stamps.items() if path in stamps}
-            self._by_file = {path: key for path, key in self._by_file.items() if path in stamps}
-            self._keys = frozenset(self._by_file.values())
+            self._look()
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        try:
+            folder, stamps = _stamps_in(self.folder)
+        except OSError as error:  # no file can be opened at the moment, for instance
+            self._complain(f"cannot look into {self.folder}, whose keys stay as they were: {error}")
+            return
+        for path, stamp in stamps.items():
+            if stamp != self._stamps.get(path):
+                self._read(path, stamp)
+        # A file that is moved away and back has the stamp that it had: it must be read again.
+        self._stamps = {path: stamp for path, stamp in self._stamps.items() if path in stamps}
+        self._by_file = {path: key for path, key in self._by_file.items() if path in stamps}
+        self._file_of = {key: path for path, key in self._by_file.items()}
+        self._settled = folder if self._stamps == stamps else None
+        self._keys = frozenset(self._file_of)
 
     def _read(self, path: str, stamp: _Stamp) -> None:
         try:
@@ -271,18 +296,22 @@ class _AllowList:
             log.warning("%s", text)
 
 
-def _stamps_in(folder: str) -> Dict[str, _Stamp]:
-    """The key files, each with what tells it from what it was before."""
+def _stamps_in(folder: str) -> Tuple[Optional[_Stamp], Dict[str, _Stamp]]:
+    """Of a folder (None if it has changed just now) and its key files: what tells a later change."""
     stamps = {}
     try:
+        before = os.stat(folder)
         entries = list(os.scandir(folder))
     except FileNotFoundError:
-        return {}
+        return None, {}
     for entry in entries:
         if entry.name.endswith(".key"):
             try:
-                status = entry.stat()
+                stamps[entry.path] = _stamp_of(entry.stat())
             except FileNotFoundError:
                 continue  # just removed
-            stamps[entry.path] = (status.st_mtime_ns, status.st_size, status.st_ino)
-    return stamps
+    return _stamp_of(before) if time.time_ns() > before.st_mtime_ns + _SETTLED_NS else None, stamps
+
+
+def _stamp_of(status: os.stat_result) -> _Stamp:
+    return status.st_mtime_ns, status.st_size, status.st_ino
