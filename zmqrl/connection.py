@@ -119,6 +119,10 @@ class Connection:
 
     def start(self, request: Request) -> None:
         """Send a new request."""
+        if self._asked is not None:
+            self._receive(request)  # the answer may have come since the last call
+            if self._is_deaf(time.monotonic()):
+                self._rebuild()
         if self._suspicion.reason:  # libzmq gives a socket up that was refused
             self._socket.close(0)
             self._suspicion.end()
@@ -221,23 +225,35 @@ class Connection:
         if request.done:
             return
         if now >= request.deadline:
+            self._ask(request, now)  # any answer tells the next call that the socket is alive
             self._send_frames([Header(Op.CANCEL, request_id=request.header.request_id).pack()])
             self._end(request, error=self._timeout_of(request))
         elif request.retry:
             self._send(request)
-        elif self._asked is not None and now >= self._asked + self._patience + self._transfer_s():
-            # Not even KNOWN is answered: the connection may be half dead, so make a new one.
-            self._socket.close(0)
-            self._reached = False
-            self._patience *= 2
-            self._connect()
-            for other in self.requests.values():
-                self._send(other)
+        elif self._is_deaf(now):
+            self._rebuild()
         else:
-            if self._asked is None:
-                self._asked = now
             request.look_at = min(now + _ASK_AFTER, request.deadline)
-            self._send_frames([Header(Op.KNOWN, request_id=request.header.request_id).pack()])
+            self._ask(request, now)
+
+    def _ask(self, request: Request, now: float) -> None:
+        """Ask whether the broker has a request."""
+        if self._asked is None:
+            self._asked = now
+        self._send_frames([Header(Op.KNOWN, request_id=request.header.request_id).pack()])
+
+    def _is_deaf(self, now: float) -> bool:
+        """Whether not even KNOWN is answered: the connection may be half dead."""
+        return self._asked is not None and now >= self._asked + self._patience + self._transfer_s()
+
+    def _rebuild(self) -> None:
+        """Make the socket anew, and send again what is open."""
+        self._socket.close(0)
+        self._reached = False
+        self._patience *= 2
+        self._connect()
+        for request in self.requests.values():
+            self._send(request)
 
     def _transfer_s(self) -> float:
         """Seconds that what is open may take on a slow link."""

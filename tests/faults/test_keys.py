@@ -415,6 +415,29 @@ def test_a_client_finds_a_broker_that_was_restarted_without_its_key(secured: Poo
         client.infer(X)
 
 
+def test_so_does_one_with_a_short_timeout_which_is_served_once_its_key_is_back(
+    secured: Pool, keys: str
+) -> None:
+    secured.start()
+    add_bundle(keys, "client", "lab")
+    client = secured.client(keys=f"{keys}/lab")
+
+    def ends_in(kind: type) -> bool:
+        try:
+            return isinstance(client.infer(X, timeout=0.5), kind)
+        except ClientError as error:
+            return isinstance(error, kind)
+
+    wait_for(lambda: ends_in(dict), "the first answer")
+    secured.kill("broker")
+    secured.wait_for_exit("broker")
+    os.rename(f"{keys}/server/clients/lab.key", f"{keys}/lab.key")
+    secured.start_broker()
+    wait_for(lambda: ends_in(AuthenticationFailed), "the reason")
+    os.rename(f"{keys}/lab.key", f"{keys}/server/clients/lab.key")
+    wait_for(lambda: ends_in(dict), "an answer")
+
+
 # -- The learner
 
 
