@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from conftest import Pool, wait_for
-from test_pool import Load
+from conftest import Load, Pool, wait_for
 
 from zmqrl import PolicyClient
 from zmqrl.broker.core import Broker
