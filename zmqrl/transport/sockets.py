@@ -84,7 +84,8 @@ def router(
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     _common(socket, heartbeat_s)
-    socket.setsockopt(zmq.MAXMSGSIZE, (max_message_mb << 20) + CURVE_BYTES)
+    encryption = CURVE_BYTES if door is not None and door.keys is not None else 0
+    socket.setsockopt(zmq.MAXMSGSIZE, (max_message_mb << 20) + encryption)
     # A peer that is gone is an error that the broker can count, not a message lost in silence.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A peer that reconnects after a cut takes over its own half-dead connection.
