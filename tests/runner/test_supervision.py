@@ -289,6 +289,22 @@ def test_a_run_can_be_stopped_while_a_part_waits_for_its_restart(
     wait_for(lambda: not run.left(), "the end of all children", 3)
 
 
+def test_a_training_whose_processes_are_all_told_to_end_was_stopped(folder: Path) -> None:
+    run = Training(folder, *SMALL, COUNTS, LINE)
+    run.wait_for_record("env_steps", 50)
+    run.note_children()
+    runner = psutil.Process(run.process.pid)
+    runner.suspend()  # the parts are quicker
+    for child in run.children:
+        child.terminate()
+    wait_for(lambda: not run.left(), "the end of all parts")
+    runner.terminate()
+    runner.resume()
+    assert run.wait() == 1
+    assert run.text().splitlines()[-1].startswith("error: stopped by SIGTERM; go on with"), run.text()
+    assert "; restart " not in run.text()
+
+
 def test_a_lost_learner_ends_the_training_and_says_how_to_go_on(folder: Path) -> None:
     run = Training(folder, *SMALL, COUNTS, LINE, "runner.save_interval=20")
     run.wait_for_record("env_steps", 50)
@@ -316,7 +332,11 @@ def test_who_has_stayed_up_for_long_enough_may_be_lost_any_number_of_times(
     config.dump(loaded, folder / "config.yaml")
     lines: list[str] = []
     parts = Supervisor(
-        loaded, folder / "config.yaml", lambda name, line: lines.append(line), lambda: True
+        loaded,
+        folder / "config.yaml",
+        lambda name, line: lines.append(line),
+        stepped=lambda: True,
+        stopping=lambda: False,
     )
     try:
         parts.start("broker", Kind.BROKER, "start-broker")

@@ -111,7 +111,7 @@ class _Evaluation:
         self._broker = StatusClient(config.broker.frontend, keys)
         self._epochs = BrokerEpochs()
         self._live = LiveLine(console, sum(env.expected_episodes for env in self.envs))
-        self._parts = Supervisor(config, config_file, self._live.say, lambda: self.stepped)
+        self._parts = Supervisor(config, config_file, self._live.say, lambda: self.stepped, stop)
         self._began = self._asked = time.monotonic()
 
     def run(self) -> None:

@@ -14,6 +14,7 @@ The rules, for a part that has ended although the run goes on:
     has lived for ten minutes begins at 0 again, so that a run of days outlives rare losses.
 6.  With `cluster.restart: never` nothing is started again. The other workers of its kind go on without
     it, as long as there are any; nothing goes on without the broker, or without episodes that are owed.
+7.  Once the run is stopped none of this holds: whoever stops it may have told all its processes at once.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Supervisor:
         config_file: The same, for the parts to read.
         on_line: Called, from a thread for each part, with its name and a line of its output.
         stepped: Whether anything was stepped yet.
+        stopping: Whether the run is to end.
     """
 
     def __init__(
@@ -100,11 +102,13 @@ class Supervisor:
         config_file: Path,
         on_line: Callable[[str, str], None],
         stepped: Callable[[], bool],
+        stopping: Callable[[], bool],
     ) -> None:
         self._cluster = config.cluster
         self._runner = config.runner
         self._config_file = config_file
         self._stepped = stepped
+        self._stopping = stopping
         self._launcher = Launcher(on_line)
         self._parts: dict[str, Part] = {}
         self._causes: dict[Kind, list[str]] = {}
@@ -137,6 +141,8 @@ class Supervisor:
         Raises:
             ConfigError, StartupFailed, RunFailed: The run cannot go on, with the cause.
         """
+        if self._stopping():
+            return
         child = self._launcher.children[part.name]
         code, cause = child.process.returncode, part.why or child.cause()
         if part.why is None and code == 2:

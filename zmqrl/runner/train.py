@@ -193,7 +193,7 @@ class Training:
         self._collector = Collector(config.runner.report, keys, security.insecure)
         self._broker = StatusClient(config.broker.frontend, keys)
         self._view = TrainingView(console, config.runner.logger.experiment_name)
-        self._parts = Supervisor(config, config_file, self._view.say, self._progress.stepping)
+        self._parts = Supervisor(config, config_file, self._view.say, self._progress.stepping, stop)
 
     def run(self) -> None:
         """Start everything and watch until the run is over.
