@@ -183,6 +183,20 @@ def test_a_training_whose_env_worker_always_hangs_ends_with_the_cause_and_the_co
     assert run.result()["env_steps"] > 0
 
 
+def test_env_workers_that_wait_for_a_slow_reward_model_are_not_taken_for_hanging(folder: Path) -> None:
+    run = Training(
+        folder,
+        *SMALL,
+        COUNTS,
+        LINE,
+        REWARDS,
+        f"reward.model_kwargs={{hang_once: {folder}/once, seconds: 6}}",
+        "runner={stall_timeout_s: 3, max_env_steps: 200}",
+    )
+    assert run.wait() == 0, run.text()
+    assert "; restart " not in run.text()
+
+
 def test_a_worker_that_a_signal_kills_at_start_up_is_started_again(folder: Path) -> None:
     run = Run(
         folder,

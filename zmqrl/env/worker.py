@@ -254,6 +254,8 @@ class EnvWorker:
         assert self._recording is not None
         if self._rewards is not None:
             self._rewards.record(stage.index, _finite(stage.observation), actions, step)
+            while not self._rewards.may_go_on(_LOOK_EVERY) and not self._stop():
+                self._tell()
         else:
             self._recording.outcome(
                 stage.index,
