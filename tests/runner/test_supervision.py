@@ -183,6 +183,32 @@ def test_a_training_whose_env_worker_always_hangs_ends_with_the_cause_and_the_co
     assert run.result()["env_steps"] > 0
 
 
+HANGING = ["rollout.attempt_timeout_s=1", "runner.stall_timeout_s=2"]
+STUCK = "was stuck in a policy call for 2 s (runner.stall_timeout_s); restart 1 of 3"
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_only_rollout_worker_is_started_again_when_its_policy_hangs(
+    folder: Path, decoupled: bool
+) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        *HANGING,
+        "env.eval={total_num_envs: 2, rollout_epoch: 3}",
+        "cluster.component_placement={env: 0-1, rollout: '0'}",
+        f"rollout.policy_kwargs.once={folder}/once",
+        policy=f"rollout.policy={TESTS / 'policies.py'}:HangsOnce",
+        decoupled=decoupled,
+    )
+    assert run.wait() == 0, run.text()
+    assert f"rollout-0 {STUCK}" in run.text()
+    assert run.text().count("; restart ") == 1
+    result = run.result()
+    assert result["eval/num_trajectories"] == 6
+    assert result["broker/errors"] == 0
+
+
 def test_env_workers_that_wait_for_a_slow_reward_model_are_not_taken_for_hanging(folder: Path) -> None:
     run = Training(
         folder,
@@ -195,6 +221,22 @@ def test_env_workers_that_wait_for_a_slow_reward_model_are_not_taken_for_hanging
     )
     assert run.wait() == 0, run.text()
     assert "; restart " not in run.text()
+
+
+def test_a_reward_worker_whose_model_hangs_is_started_again(folder: Path) -> None:
+    run = Training(
+        folder,
+        *SMALL,
+        COUNTS,
+        LINE,
+        REWARDS,
+        *HANGING,
+        f"reward.model_kwargs.hang_once={folder}/once",
+        "runner.max_env_steps=200",
+    )
+    assert run.wait() == 0, run.text()
+    assert f"reward-0 {STUCK}" in run.text()
+    assert run.text().count("; restart ") == 1
 
 
 def test_a_worker_that_a_signal_kills_at_start_up_is_started_again(folder: Path) -> None:

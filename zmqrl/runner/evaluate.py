@@ -204,10 +204,13 @@ class _Evaluation:
         if now >= self._asked + _ASK_EVERY:
             self._asked = now
             self._epochs.take(self._broker.ask(0.2))
-        # Not started again: what hangs will most likely hang again, and each time takes so many seconds.
-        for part, why in self._parts.hanging({env.name: env.heard for env in self.envs}):
+        heard = {env.name: env.heard for env in self.envs}
+        for part, why in self._parts.hanging(heard, self._epochs.status()):
             env = self._env_of(part)
-            if env is not None and not env.ended():
+            if env is None:
+                self._parts.kill(part, why)
+            elif not env.ended():
+                # Not started again: it will most likely hang again, and each time takes so many seconds.
                 self._give_up(env, part, why)
         limit = self._config.runner.startup_timeout_s
         if not self.stepped and now >= self._began + limit:

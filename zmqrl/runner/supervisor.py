@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from zmqrl.config import Config
 from zmqrl.errors import ConfigError, RunFailed, StartupFailed
@@ -85,7 +86,7 @@ class Supervisor:
         for part in supervisor.look():
             if not expected(part):
                 supervisor.lost(part)
-        for part, why in supervisor.hanging(heard):
+        for part, why in supervisor.hanging(heard, status):
             supervisor.kill(part, why)
 
     Args:
@@ -162,13 +163,14 @@ class Supervisor:
         else:
             raise RunFailed(cause)
 
-    def hanging(self, heard: Mapping[str, float]) -> list[tuple[Part, str]]:
-        """Env and eval workers that did not come up in time, or do not move any more, with words for it.
+    def hanging(self, heard: Mapping[str, float], status: Mapping[str, Any]) -> list[tuple[Part, str]]:
+        """Parts that do not move any more, or env and eval workers that never did, with words for it.
 
         Args:
-            heard: By name, `time.monotonic()` of the last word of each that has ever said one.
+            heard: By name of env and eval workers, `time.monotonic()` of the last word of each.
+            status: The latest of the broker, see `Broker.status`; may be empty.
         """
-        found, now = [], time.monotonic()
+        found, now = self._stuck(status.get("workers", ())), time.monotonic()
         for part in self._parts.values():
             if part.kind not in (Kind.ENV, Kind.EVAL) or part.launched is None or part.gone or part.why:
                 continue
@@ -183,6 +185,21 @@ class Supervisor:
             elif not came_up and part.silent_s >= self._runner.startup_timeout_s:
                 limit = f"{self._runner.startup_timeout_s:g} s (runner.startup_timeout_s)"
                 found.append((part, f"{part.name} did not come up within {limit}"))
+        return found
+
+    def _stuck(self, workers: Sequence[Mapping[str, Any]]) -> list[tuple[Part, str]]:
+        """Rollout and reward workers whose call others have taken over long ago, as the broker says."""
+        found, limit = [], self._runner.stall_timeout_s
+        stuck = {(w["name"], w["pid"]): w["state_s"] for w in workers if w["state"] == "stuck"}
+        for part in self._parts.values():
+            # The process that has its name now may be another one.
+            seconds = stuck.get((part.name, self._launcher.children[part.name].process.pid), 0.0)
+            if seconds >= limit and part.launched is not None and not part.gone and not part.why:
+                part.silent_s = seconds
+                words = (
+                    f"{part.name} was stuck in a policy call for {limit:g} s (runner.stall_timeout_s)"
+                )
+                found.append((part, words))
         return found
 
     def kill(self, part: Part, why: str) -> None:

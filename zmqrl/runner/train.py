@@ -252,7 +252,7 @@ class Training:
     def _look_at_the_clock(self) -> None:
         """Give up on what does not come up; start again what has stopped to move."""
         now, runner = time.monotonic(), self._config.runner
-        for part, why in self._parts.hanging(self._progress.heard):
+        for part, why in self._parts.hanging(self._progress.heard, self._progress.status):
             if not self._progress.stepping():
                 raise StartupFailed(why)
             self._parts.kill(part, why)
