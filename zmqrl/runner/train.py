@@ -98,6 +98,8 @@ def _train_in(
                 run.close()
     finally:
         files.close()
+    if failure is None and stop():
+        failure = RunFailed(f"stopped by {stop.reason}")
     if not run.stepped:
         folder.give_back()
         if failure is not None:
@@ -107,14 +109,11 @@ def _train_in(
     if json_file is not None:
         json_file.write_text(json.dumps(finite(metrics), indent=2) + "\n", encoding="utf-8")
     console.print(f"{run.ending or 'broken off'}; written to {folder.path}", style="dim", markup=False)
-    go_on = f"go on with runner.resume_dir={folder.path}"
     has_checkpoint = any(folder.path.glob("checkpoints/global_step_*/manifest.json"))
     if isinstance(failure, RunFailed) and has_checkpoint:
-        raise RunFailed(f"{failure}; {go_on}")
+        raise RunFailed(f"{failure}; go on with runner.resume_dir={folder.path}")
     if failure is not None:
         raise failure
-    if stop():
-        raise RunFailed(f"stopped by {stop.reason}; {go_on}")
 
 
 def _check(config: Config, own_loop: bool) -> None:
