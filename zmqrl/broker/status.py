@@ -48,8 +48,9 @@ class StatusClient:
                 if header.op == Op.STATUS and header.request_id == request_id:
                     return _checked(decode_meta(frames[0][HEADER_SIZE:], MAX_META))
                 if header.op == Op.ERROR and header.request_id == 0:
-                    message = decode_meta(frames[0][HEADER_SIZE:]).get("message")
-                    raise AuthenticationFailed(f"{self._endpoint}: {message}")
+                    fields = decode_meta(frames[0][HEADER_SIZE:])
+                    if fields.get("code") in ("refused", "revoked"):
+                        raise AuthenticationFailed(f"{self._endpoint}: {fields.get('message')}")
             except DecodeError:
                 continue
         return None
