@@ -335,6 +335,7 @@ class EnvWorker:
         assert self._recording is not None
         totals, recording = self.report.totals, self._recording
         totals.trajectories_sent = recording.sent + recording.dropped
+        totals.trajectories_unacknowledged = recording.unacknowledged
         totals.trajectories_dropped = recording.dropped
         return recording
 
