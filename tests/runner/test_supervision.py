@@ -137,6 +137,27 @@ def test_a_training_comes_to_its_end_although_each_part_is_killed_once(folder: P
     assert answered == sorted(answered), "the counters of the broker's successor came on top"
 
 
+def test_a_worker_that_is_done_is_not_started_again_although_the_runner_was_frozen_meanwhile(
+    folder: Path, broker: StatusClient
+) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        frontend(folder),
+        "env.delay_sampler={type: constant, delay: 0.01}",
+        "env.eval={total_num_envs: 2, rollout_epoch: 10}",
+        "cluster.component_placement={env: 0-1, rollout: '0'}",
+    )
+    wait_for_answers(run, broker, 10)
+    workers = [part_of(run, "start-env-worker", str(rank)) for rank in range(2)]
+    run.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: all(w.status() == psutil.STATUS_ZOMBIE for w in workers), "their end", 40)
+    run.process.send_signal(signal.SIGCONT)
+    assert run.wait() == 0, run.text()
+    assert "; restart " not in run.text()
+    assert run.result()["eval/num_trajectories"] == 20
+
+
 def test_a_part_that_is_lost_again_and_again_ends_the_run_with_the_cause_and_the_count(
     folder: Path, broker: StatusClient
 ) -> None:

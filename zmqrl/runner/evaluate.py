@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 _ASK_EVERY = 0.5
 """Seconds between two looks at the broker's counters, which are gone when it is killed."""
 
+_LAST_WORDS = 1.0
+"""Seconds that the last report of a process may take that has ended."""
+
 
 def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path | None = None) -> None:
     """Run an evaluation from start to end.
@@ -189,6 +192,11 @@ class _Evaluation:
         """A process has ended: go on, give up on its episodes, or give up."""
         self._collect(0.0)  # its last report may be here
         env = self._env_of(part)
+        if env is not None and self._parts.ended_well(part):
+            # It is on its way at least. Without it the worker would play all its episodes anew.
+            until = time.monotonic() + _LAST_WORDS
+            while not env.ended() and time.monotonic() < until:
+                self._collect(0.1)
         if env is not None and env.ended():
             return
         try:

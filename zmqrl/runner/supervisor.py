@@ -136,6 +136,10 @@ class Supervisor:
                 self._launch(part)
         return [self._parts[child.name] for child in self._launcher.exits()]
 
+    def ended_well(self, part: Part) -> bool:
+        """Whether a part that has ended did so by itself, and without an error."""
+        return self._launcher.children[part.name].process.returncode == 0
+
     def lost(self, part: Part) -> None:
         """Act on the end of a part that should have stayed.
 
