@@ -399,6 +399,17 @@ def test_a_port_that_the_broker_would_choose_itself_is_refused(folder: Path, nam
     assert "give the port that the broker got" in run.text().splitlines()[-1]
 
 
+def test_nothing_is_judged_right_after_the_runner_has_stood_still(folder: Path) -> None:
+    loaded = config.load(None, ["runner.stall_timeout_s=4"])
+    parts = Supervisor(
+        loaded, folder / "none", lambda name, line: None, stepped=lambda: True, stopping=lambda: False
+    )
+    assert not parts.paused()
+    time.sleep(2.1)  # as Ctrl-Z does
+    assert parts.paused()
+    assert not parts.paused()
+
+
 def test_who_has_stayed_up_for_long_enough_may_be_lost_any_number_of_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,8 @@ class _Evaluation:
                 self._collect(0.2)
                 for part in self._parts.look():
                     self._exited(part)
-                self._look_at_the_clock()
+                if not self._parts.paused():
+                    self._look_at_the_clock()
                 self._live.update(self.envs)
         finally:
             self._epochs.take(self._broker.ask())

@@ -86,8 +86,9 @@ class Supervisor:
         for part in supervisor.look():
             if not expected(part):
                 supervisor.lost(part)
-        for part, why in supervisor.hanging(heard, status):
-            supervisor.kill(part, why)
+        if not supervisor.paused():
+            for part, why in supervisor.hanging(heard, status):
+                supervisor.kill(part, why)
 
     Args:
         config: With all endpoints.
@@ -113,6 +114,7 @@ class Supervisor:
         self._launcher = Launcher(on_line)
         self._parts: dict[str, Part] = {}
         self._causes: dict[Kind, list[str]] = {}
+        self._asked = time.monotonic()
 
     def start(self, name: str, kind: Kind, command: str, *arguments: str) -> None:
         """Start `zmqrl COMMAND --config FILE ARGUMENTS …` under `name`.
@@ -166,6 +168,14 @@ class Supervisor:
             self._go_on_without(part, cause)
         else:
             raise RunFailed(cause)
+
+    def paused(self) -> bool:
+        """Whether this process has stood still since the last call, so that reports wait to be read.
+
+        After Ctrl-Z and `fg` nothing may be judged by what was heard before.
+        """
+        before, self._asked = self._asked, time.monotonic()
+        return self._asked - before > self._runner.stall_timeout_s / 2
 
     def hanging(self, heard: Mapping[str, float], status: Mapping[str, Any]) -> list[tuple[Part, str]]:
         """Parts that do not move any more, or env and eval workers that never did, with words for it.

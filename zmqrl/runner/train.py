@@ -206,7 +206,8 @@ class Training:
             for part in self._parts.look():
                 self._collect(0.0)  # its last report may be here
                 self._parts.lost(part)
-            self._look_at_the_clock()
+            if not self._parts.paused():
+                self._look_at_the_clock()
             self._show()
 
     def close(self) -> None:
