@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 from conftest import TESTS, wait_for
+from fuzz import learner, watch
 
 BENCH = TESTS.parent / "perf" / "bench.py"
 
@@ -38,3 +40,14 @@ def test_ctrl_c_ends_a_bench_shows_its_rows_and_leaves_no_process(folder: Path) 
     assert "interrupted: the bench is not complete" in text
     assert text.count("headers") == text.count("trees") == 2, "as they came, and in the table"
     assert not list(folder.glob("zb-*"))
+
+
+def test_a_learner_that_dies_at_once_is_a_row_that_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 1.0)
+    monkeypatch.setattr(
+        watch, "start", lambda *words: subprocess.Popen(["true"], stdout=subprocess.PIPE, text=True)
+    )
+    (row,) = learner.measure(messages=40, seed=0)
+    assert not row["ok"]
+    assert row["crashed"]
+    assert row["served"] == 0
