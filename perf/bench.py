@@ -34,11 +34,16 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     table = Table(options.bench.COLUMNS)
     rows = []
-    for row in options.bench.run(options):
-        rows.append(row)
-        table.add(row)
-        if options.json is not None:
-            options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
+    try:
+        for row in options.bench.run(options):
+            rows.append(row)
+            table.add(row)
+            if options.json is not None:
+                options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
+    except KeyboardInterrupt:
+        table.end()
+        print("interrupted: the bench is not complete", file=sys.stderr)
+        return 1
     table.end()
     return 0 if all(row.get("ok", True) for row in rows) else 1
 

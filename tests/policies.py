@@ -79,6 +79,21 @@ class Balance:
         return (lean > 0).astype(np.int64)
 
 
+class HangsOnce(Balance):
+    """Hangs in its tenth call, unless the file `once` is there, which it makes then."""
+
+    def __init__(self, once: str) -> None:
+        super().__init__()
+        self._once, self._calls = Path(once), 0
+
+    def infer(self, observation: np.ndarray, eval_mask: np.ndarray) -> np.ndarray:
+        self._calls += 1
+        if self._calls == 10 and not self._once.exists():
+            self._once.touch()
+            time.sleep(600)
+        return super().infer(observation, eval_mask)
+
+
 class Silent(Balance):
     """Takes weights, and tells nothing but its actions."""
 
@@ -131,9 +146,19 @@ class Judge:
         return np.repeat(rewards[:, None], 2, 1) if self.wrong_shape else rewards
 
 
-def judges_lines() -> Any:
-    """A reward model for `training_sims.Line`: the reward of a step is its action."""
-    return lambda transitions: transitions["actions"][:, 0]
+def judges_lines(hang_once: str = "", seconds: float = 600) -> Any:
+    """A reward model for `training_sims.Line`: the reward of a step is its action.
+
+    The first call takes `seconds` if `hang_once` names a file that is not there, which it makes then.
+    """
+
+    def judge(transitions: dict[str, Any]) -> Any:
+        if hang_once and not Path(hang_once).exists():
+            Path(hang_once).touch()
+            time.sleep(seconds)
+        return transitions["actions"][:, 0]
+
+    return judge
 
 
 def judged(

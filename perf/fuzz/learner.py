@@ -90,7 +90,7 @@ def measure(messages: int, seed: int) -> Iterator[dict[str, Any]]:
         endpoint, report = f"ipc://{folder}/l", f"ipc://{folder}/r"
         process = watch.start("learner", endpoint, report)
         memory, pulse = watch.Memory(process.pid), watch.Pulse()
-        told: dict[str, int] = {}
+        told = dict.fromkeys(("good", "lost", "received", "refused", "reports", "version"), 0)
 
         def listen() -> None:
             for line in watch.lines(process):
@@ -102,7 +102,8 @@ def measure(messages: int, seed: int) -> Iterator[dict[str, Any]]:
         sender, download = GoodSender(endpoint), WeightsDownload(endpoint, "good")
         reporter = sockets.push(context, report)
         try:
-            while not told.get("good"):
+            until = time.monotonic() + watch.PATIENCE
+            while not told["good"] and time.monotonic() < until:
                 time.sleep(0.01)
             hung = _feed(context, endpoint, report, messages, seed, memory, reporter)
             sender.close()
@@ -119,6 +120,7 @@ def measure(messages: int, seed: int) -> Iterator[dict[str, Any]]:
             sender.close()
             process.kill()
             listener.join()
+            process.communicate()  # closes the pipe
             download.close()
             reporter.close(0)
         wrong = len(sender.wrong) + told["lost"] + abs(told["good"] - sender.sent)

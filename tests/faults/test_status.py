@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import zmq
 from conftest import TESTS, Pool, wait_for
+
+from zmqrl.broker.status import StatusClient
+from zmqrl.errors import AuthenticationFailed
+from zmqrl.transport.codec import encode_meta
+from zmqrl.transport.header import Header, Op
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,6 +46,21 @@ def test_a_broker_that_is_not_there_is_named() -> None:
     done = run("--broker", "tcp://127.0.0.1:9")
     assert done.returncode == 1
     assert "no broker answers at tcp://127.0.0.1:9" in done.stderr
+
+
+def test_an_error_that_is_not_about_keys_is_not_taken_for_a_refusal(folder: Path) -> None:
+    client = StatusClient(f"ipc://{folder}/x")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as stranger:
+        stranger.bind(f"ipc://{folder}/x")
+        assert client.ask(0.01) is None
+        peer = stranger.recv_multipart()[0]
+        for code in ("other", "revoked"):
+            stranger.send_multipart([peer, Header(Op.ERROR).pack() + encode_meta({"code": code})])
+        with pytest.raises(AuthenticationFailed):
+            client.ask(5)
+        stranger.send_multipart([peer, Header(Op.ERROR).pack() + encode_meta({"code": "other"})])
+        assert client.ask(0.2) is None
+    client.close()
 
 
 def test_an_address_that_is_none_is_a_bad_command_line() -> None:

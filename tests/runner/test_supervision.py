@@ -137,6 +137,27 @@ def test_a_training_comes_to_its_end_although_each_part_is_killed_once(folder: P
     assert answered == sorted(answered), "the counters of the broker's successor came on top"
 
 
+def test_a_worker_that_is_done_is_not_started_again_although_the_runner_was_frozen_meanwhile(
+    folder: Path, broker: StatusClient
+) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        frontend(folder),
+        "env.delay_sampler={type: constant, delay: 0.01}",
+        "env.eval={total_num_envs: 2, rollout_epoch: 10}",
+        "cluster.component_placement={env: 0-1, rollout: '0'}",
+    )
+    wait_for_answers(run, broker, 10)
+    workers = [part_of(run, "start-env-worker", str(rank)) for rank in range(2)]
+    run.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: all(w.status() == psutil.STATUS_ZOMBIE for w in workers), "their end", 40)
+    run.process.send_signal(signal.SIGCONT)
+    assert run.wait() == 0, run.text()
+    assert "; restart " not in run.text()
+    assert run.result()["eval/num_trajectories"] == 20
+
+
 def test_a_part_that_is_lost_again_and_again_ends_the_run_with_the_cause_and_the_count(
     folder: Path, broker: StatusClient
 ) -> None:
@@ -181,6 +202,62 @@ def test_a_training_whose_env_worker_always_hangs_ends_with_the_cause_and_the_co
     assert "env-1 was silent for 2 s in a step or a reset (runner.stall_timeout_s)" in last
     assert "it was restarted 1 time in" in last
     assert run.result()["env_steps"] > 0
+
+
+HANGING = ["rollout.attempt_timeout_s=1", "runner.stall_timeout_s=2"]
+STUCK = "was stuck in a policy call for 2 s (runner.stall_timeout_s); restart 1 of 3"
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_only_rollout_worker_is_started_again_when_its_policy_hangs(
+    folder: Path, decoupled: bool
+) -> None:
+    run = Run(
+        folder,
+        f"{SIM}:make",
+        *HANGING,
+        "env.eval={total_num_envs: 2, rollout_epoch: 3}",
+        "cluster.component_placement={env: 0-1, rollout: '0'}",
+        f"rollout.policy_kwargs.once={folder}/once",
+        policy=f"rollout.policy={TESTS / 'policies.py'}:HangsOnce",
+        decoupled=decoupled,
+    )
+    assert run.wait() == 0, run.text()
+    assert f"rollout-0 {STUCK}" in run.text()
+    assert run.text().count("; restart ") == 1
+    result = run.result()
+    assert result["eval/num_trajectories"] == 6
+    assert result["broker/errors"] == 0
+
+
+def test_env_workers_that_wait_for_a_slow_reward_model_are_not_taken_for_hanging(folder: Path) -> None:
+    run = Training(
+        folder,
+        *SMALL,
+        COUNTS,
+        LINE,
+        REWARDS,
+        f"reward.model_kwargs={{hang_once: {folder}/once, seconds: 6}}",
+        "runner={stall_timeout_s: 3, max_env_steps: 200}",
+    )
+    assert run.wait() == 0, run.text()
+    assert "; restart " not in run.text()
+
+
+def test_a_reward_worker_whose_model_hangs_is_started_again(folder: Path) -> None:
+    run = Training(
+        folder,
+        *SMALL,
+        COUNTS,
+        LINE,
+        REWARDS,
+        *HANGING,
+        f"reward.model_kwargs.hang_once={folder}/once",
+        "runner.max_env_steps=200",
+    )
+    assert run.wait() == 0, run.text()
+    assert f"reward-0 {STUCK}" in run.text()
+    assert run.text().count("; restart ") == 1
 
 
 def test_a_worker_that_a_signal_kills_at_start_up_is_started_again(folder: Path) -> None:
@@ -289,6 +366,22 @@ def test_a_run_can_be_stopped_while_a_part_waits_for_its_restart(
     wait_for(lambda: not run.left(), "the end of all children", 3)
 
 
+def test_a_training_whose_processes_are_all_told_to_end_was_stopped(folder: Path) -> None:
+    run = Training(folder, *SMALL, COUNTS, LINE)
+    run.wait_for_record("env_steps", 50)
+    run.note_children()
+    runner = psutil.Process(run.process.pid)
+    runner.suspend()  # the parts are quicker
+    for child in run.children:
+        child.terminate()
+    wait_for(lambda: not run.left(), "the end of all parts")
+    runner.terminate()
+    runner.resume()
+    assert run.wait() == 1
+    assert run.text().splitlines()[-1].startswith("error: stopped by SIGTERM; go on with"), run.text()
+    assert "; restart " not in run.text()
+
+
 def test_a_lost_learner_ends_the_training_and_says_how_to_go_on(folder: Path) -> None:
     run = Training(folder, *SMALL, COUNTS, LINE, "runner.save_interval=20")
     run.wait_for_record("env_steps", 50)
@@ -306,6 +399,17 @@ def test_a_port_that_the_broker_would_choose_itself_is_refused(folder: Path, nam
     assert "give the port that the broker got" in run.text().splitlines()[-1]
 
 
+def test_nothing_is_judged_right_after_the_runner_has_stood_still(folder: Path) -> None:
+    loaded = config.load(None, ["runner.stall_timeout_s=4"])
+    parts = Supervisor(
+        loaded, folder / "none", lambda name, line: None, stepped=lambda: True, stopping=lambda: False
+    )
+    assert not parts.paused()
+    time.sleep(2.1)  # as Ctrl-Z does
+    assert parts.paused()
+    assert not parts.paused()
+
+
 def test_who_has_stayed_up_for_long_enough_may_be_lost_any_number_of_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +420,11 @@ def test_who_has_stayed_up_for_long_enough_may_be_lost_any_number_of_times(
     config.dump(loaded, folder / "config.yaml")
     lines: list[str] = []
     parts = Supervisor(
-        loaded, folder / "config.yaml", lambda name, line: lines.append(line), lambda: True
+        loaded,
+        folder / "config.yaml",
+        lambda name, line: lines.append(line),
+        stepped=lambda: True,
+        stopping=lambda: False,
     )
     try:
         parts.start("broker", Kind.BROKER, "start-broker")

@@ -174,6 +174,22 @@ def test_ctrl_c_ends_a_training_within_ten_seconds_and_leaves_nobody(folder: Pat
     assert run.records()
 
 
+def test_a_training_that_is_stopped_before_its_first_step_leaves_an_earlier_one_as_it_was(
+    folder: Path,
+) -> None:
+    (folder / "run").mkdir()
+    curve = folder / "run" / "learning_curve.png"
+    curve.write_text("of an earlier run")
+    run = Training(folder, *SMALL, COUNTS, LINE, "env.kwargs.seconds=60")
+    wait_for(lambda: "rollout-0 joined" in run.text() or run.process.poll() is not None, "its start")
+    run.stop(signal.SIGINT)
+    assert run.wait() == 1
+    assert run.text().splitlines()[-1] == "error: stopped by SIGINT", (
+        "there is no checkpoint to go on from"
+    )
+    assert curve.read_text() == "of an earlier run"
+
+
 def test_discrete_actions_are_refused_by_sac_with_its_reason(folder: Path) -> None:
     run = Training(folder, *SMALL, *SAC, "env.id=CartPole-v1")
     assert run.wait() == 2

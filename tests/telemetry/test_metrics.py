@@ -83,6 +83,16 @@ def test_a_worker_that_was_restarted_plays_its_episodes_anew_and_its_steps_add_u
     assert metrics["env_steps_per_s"] == 1.0, "from the first actions of all to the last step"
 
 
+def test_what_a_killed_worker_had_on_its_way_counts_as_sent_only_if_it_arrived() -> None:
+    env = EnvView("env-0")
+    totals = EnvTotals(trajectories_sent=5, trajectories_unacknowledged=2)
+    env.take(Report("env-0", 0, incarnation=1, totals=totals), now=1.0)
+    assert env.totals().trajectories_sent == 5
+    env.take(Report("env-0", 0, incarnation=2, totals=EnvTotals(trajectories_sent=1)), now=2.0)
+    assert env.totals().trajectories_sent == 4
+    assert env.totals().trajectories_unacknowledged == 0
+
+
 def test_times_are_means_of_one_call() -> None:
     env = view(
         "a",

@@ -63,6 +63,12 @@ def test_who_is_stuck_is_named_with_where_and_for_how_long() -> None:
     ]
 
 
+def test_a_worker_that_is_stuck_alone_leaves_its_requests_to_nobody() -> None:
+    tree = status(workers=[worker(state="stuck", state_s=63.0), worker(name="r", policy="reward")])
+    left = "rollout-0 is stuck in a policy call for 63 s; nobody is left who could have taken over"
+    assert problems_of(tree) == [f"{left} its requests"]
+
+
 def test_the_page_shows_all_peers_in_their_natural_order_and_text_as_it_is() -> None:
     tree = status(
         workers=[worker()],

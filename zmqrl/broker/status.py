@@ -55,8 +55,9 @@ class StatusClient:
                 if header.op == Op.STATUS and header.request_id == request_id:
                     return _checked(decode_meta(frames[0][HEADER_SIZE:], _MAX_STATUS))
                 if header.op == Op.ERROR and header.request_id == 0:
-                    message = decode_meta(frames[0][HEADER_SIZE:]).get("message")
-                    raise AuthenticationFailed(f"{self._endpoint}: {message}")
+                    fields = decode_meta(frames[0][HEADER_SIZE:])
+                    if fields.get("code") in ("refused", "revoked"):
+                        raise AuthenticationFailed(f"{self._endpoint}: {fields.get('message')}")
             except VersionMismatch as error:
                 raise RequestRefused(f"{self._endpoint}: {error}") from None
             except DecodeError:

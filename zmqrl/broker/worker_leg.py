@@ -78,7 +78,7 @@ class WorkerLeg:
         """A worker holds its batch for too long: it gets no more until it says that it is idle."""
         worker.quarantined = True
         worker.policy.peers.changes += 1
-        self._pool.notes.append(f"{worker.name} is stuck in a batch; others take over its requests")
+        self._pool.notes.append(f"{worker.name} is stuck in a batch; its requests wait for others")
         self.take_back(worker, why)
 
     def take_back(self, worker: Worker, why: str | None) -> None:

@@ -80,10 +80,21 @@ class RewardRequests:
                 tree, timeout=self._config.timeout_s, copy=False, stage=stage, policy=REWARD
             )
             self._asked.append(_Asked(pending, stage, handle, rows))
-        while len(self._asked) > _MOST_ASKED:
-            self._asked[0].pending.wait()
-            self.collect()
         self.collect()
+
+    def may_go_on(self, timeout: float) -> bool:
+        """Whether few enough rewards are on their way for another step.
+
+        Args:
+            timeout: Seconds to wait for the oldest ones.
+
+        Raises:
+            ClientError: Rewards did not come, with the reason.
+        """
+        if len(self._asked) > _MOST_ASKED:
+            self._asked[0].pending.wait(timeout)
+            self.collect()
+        return len(self._asked) <= _MOST_ASKED
 
     def collect(self) -> None:
         """Give the recording what has come, without waiting.

@@ -254,6 +254,8 @@ class EnvWorker:
         assert self._recording is not None
         if self._rewards is not None:
             self._rewards.record(stage.index, _finite(stage.observation), actions, step)
+            while not self._rewards.may_go_on(_LOOK_EVERY) and not self._stop():
+                self._tell()
         else:
             self._recording.outcome(
                 stage.index,
@@ -333,6 +335,7 @@ class EnvWorker:
         assert self._recording is not None
         totals, recording = self.report.totals, self._recording
         totals.trajectories_sent = recording.sent + recording.dropped
+        totals.trajectories_unacknowledged = recording.unacknowledged
         totals.trajectories_dropped = recording.dropped
         return recording
 

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 _ASK_EVERY = 0.5
 """Seconds between two looks at the broker's counters, which are gone when it is killed."""
 
+_LAST_WORDS = 1.0
+"""Seconds that the last report of a process may take that has ended."""
+
 
 def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path | None = None) -> None:
     """Run an evaluation from start to end.
@@ -111,7 +114,7 @@ class _Evaluation:
         self._broker = StatusClient(config.broker.frontend, keys)
         self._epochs = BrokerEpochs()
         self._live = LiveLine(console, sum(env.expected_episodes for env in self.envs))
-        self._parts = Supervisor(config, config_file, self._live.say, lambda: self.stepped)
+        self._parts = Supervisor(config, config_file, self._live.say, lambda: self.stepped, stop)
         self._began = self._asked = time.monotonic()
 
     def run(self) -> None:
@@ -125,7 +128,8 @@ class _Evaluation:
                 self._collect(0.2)
                 for part in self._parts.look():
                     self._exited(part)
-                self._look_at_the_clock()
+                if not self._parts.paused():
+                    self._look_at_the_clock()
                 self._live.update(self.envs)
         finally:
             self._epochs.take(self._broker.ask())
@@ -189,6 +193,11 @@ class _Evaluation:
         """A process has ended: go on, give up on its episodes, or give up."""
         self._collect(0.0)  # its last report may be here
         env = self._env_of(part)
+        if env is not None and self._parts.ended_well(part):
+            # It is on its way at least. Without it the worker would play all its episodes anew.
+            until = time.monotonic() + _LAST_WORDS
+            while not env.ended() and time.monotonic() < until:
+                self._collect(0.1)
         if env is not None and env.ended():
             return
         try:
@@ -204,10 +213,13 @@ class _Evaluation:
         if now >= self._asked + _ASK_EVERY:
             self._asked = now
             self._epochs.take(self._broker.ask(0.2))
-        # Not started again: what hangs will most likely hang again, and each time takes so many seconds.
-        for part, why in self._parts.hanging({env.name: env.heard for env in self.envs}):
+        heard = {env.name: env.heard for env in self.envs}
+        for part, why in self._parts.hanging(heard, self._epochs.status()):
             env = self._env_of(part)
-            if env is not None and not env.ended():
+            if env is None:
+                self._parts.kill(part, why)
+            elif not env.ended():
+                # Not started again: it will most likely hang again, and each time takes so many seconds.
                 self._give_up(env, part, why)
         limit = self._config.runner.startup_timeout_s
         if not self.stepped and now >= self._began + limit:

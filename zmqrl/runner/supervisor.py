@@ -14,6 +14,7 @@ The rules, for a part that has ended although the run goes on:
     has lived for ten minutes begins at 0 again, so that a run of days outlives rare losses.
 6.  With `cluster.restart: never` nothing is started again. The other workers of its kind go on without
     it, as long as there are any; nothing goes on without the broker, or without episodes that are owed.
+7.  Once the run is stopped none of this holds: whoever stops it may have told all its processes at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from zmqrl.config import Config
 from zmqrl.errors import ConfigError, RunFailed, StartupFailed
@@ -84,14 +86,16 @@ class Supervisor:
         for part in supervisor.look():
             if not expected(part):
                 supervisor.lost(part)
-        for part, why in supervisor.hanging(heard):
-            supervisor.kill(part, why)
+        if not supervisor.paused():
+            for part, why in supervisor.hanging(heard, status):
+                supervisor.kill(part, why)
 
     Args:
         config: With all endpoints.
         config_file: The same, for the parts to read.
         on_line: Called, from a thread for each part, with its name and a line of its output.
         stepped: Whether anything was stepped yet.
+        stopping: Whether the run is to end.
     """
 
     def __init__(
@@ -100,14 +104,17 @@ class Supervisor:
         config_file: Path,
         on_line: Callable[[str, str], None],
         stepped: Callable[[], bool],
+        stopping: Callable[[], bool],
     ) -> None:
         self._cluster = config.cluster
         self._runner = config.runner
         self._config_file = config_file
         self._stepped = stepped
+        self._stopping = stopping
         self._launcher = Launcher(on_line)
         self._parts: dict[str, Part] = {}
         self._causes: dict[Kind, list[str]] = {}
+        self._asked = time.monotonic()
 
     def start(self, name: str, kind: Kind, command: str, *arguments: str) -> None:
         """Start `zmqrl COMMAND --config FILE ARGUMENTS …` under `name`.
@@ -131,12 +138,18 @@ class Supervisor:
                 self._launch(part)
         return [self._parts[child.name] for child in self._launcher.exits()]
 
+    def ended_well(self, part: Part) -> bool:
+        """Whether a part that has ended did so by itself, and without an error."""
+        return self._launcher.children[part.name].process.returncode == 0
+
     def lost(self, part: Part) -> None:
         """Act on the end of a part that should have stayed.
 
         Raises:
             ConfigError, StartupFailed, RunFailed: The run cannot go on, with the cause.
         """
+        if self._stopping():
+            return
         child = self._launcher.children[part.name]
         code, cause = child.process.returncode, part.why or child.cause()
         if part.why is None and code == 2:
@@ -156,13 +169,22 @@ class Supervisor:
         else:
             raise RunFailed(cause)
 
-    def hanging(self, heard: Mapping[str, float]) -> list[tuple[Part, str]]:
-        """Env and eval workers that did not come up in time, or do not move any more, with words for it.
+    def paused(self) -> bool:
+        """Whether this process has stood still since the last call, so that reports wait to be read.
+
+        After Ctrl-Z and `fg` nothing may be judged by what was heard before.
+        """
+        before, self._asked = self._asked, time.monotonic()
+        return self._asked - before > self._runner.stall_timeout_s / 2
+
+    def hanging(self, heard: Mapping[str, float], status: Mapping[str, Any]) -> list[tuple[Part, str]]:
+        """Parts that do not move any more, or env and eval workers that never did, with words for it.
 
         Args:
-            heard: By name, `time.monotonic()` of the last word of each that has ever said one.
+            heard: By name of env and eval workers, `time.monotonic()` of the last word of each.
+            status: The latest of the broker, see `Broker.status`; may be empty.
         """
-        found, now = [], time.monotonic()
+        found, now = self._stuck(status.get("workers", ())), time.monotonic()
         for part in self._parts.values():
             if part.kind not in (Kind.ENV, Kind.EVAL) or part.launched is None or part.gone or part.why:
                 continue
@@ -177,6 +199,21 @@ class Supervisor:
             elif not came_up and part.silent_s >= self._runner.startup_timeout_s:
                 limit = f"{self._runner.startup_timeout_s:g} s (runner.startup_timeout_s)"
                 found.append((part, f"{part.name} did not come up within {limit}"))
+        return found
+
+    def _stuck(self, workers: Sequence[Mapping[str, Any]]) -> list[tuple[Part, str]]:
+        """Rollout and reward workers whose call others have taken over long ago, as the broker says."""
+        found, limit = [], self._runner.stall_timeout_s
+        stuck = {(w["name"], w["pid"]): w["state_s"] for w in workers if w["state"] == "stuck"}
+        for part in self._parts.values():
+            # The process that has its name now may be another one.
+            seconds = stuck.get((part.name, self._launcher.children[part.name].process.pid), 0.0)
+            if seconds >= limit and part.launched is not None and not part.gone and not part.why:
+                part.silent_s = seconds
+                words = (
+                    f"{part.name} was stuck in a policy call for {limit:g} s (runner.stall_timeout_s)"
+                )
+                found.append((part, words))
         return found
 
     def kill(self, part: Part, why: str) -> None:

@@ -98,6 +98,8 @@ def _train_in(
                 run.close()
     finally:
         files.close()
+    if failure is None and stop():
+        failure = RunFailed(f"stopped by {stop.reason}")
     if not run.stepped:
         folder.give_back()
         if failure is not None:
@@ -107,14 +109,11 @@ def _train_in(
     if json_file is not None:
         json_file.write_text(json.dumps(finite(metrics), indent=2) + "\n", encoding="utf-8")
     console.print(f"{run.ending or 'broken off'}; written to {folder.path}", style="dim", markup=False)
-    go_on = f"go on with runner.resume_dir={folder.path}"
     has_checkpoint = any(folder.path.glob("checkpoints/global_step_*/manifest.json"))
     if isinstance(failure, RunFailed) and has_checkpoint:
-        raise RunFailed(f"{failure}; {go_on}")
+        raise RunFailed(f"{failure}; go on with runner.resume_dir={folder.path}")
     if failure is not None:
         raise failure
-    if stop():
-        raise RunFailed(f"stopped by {stop.reason}; {go_on}")
 
 
 def _check(config: Config, own_loop: bool) -> None:
@@ -193,7 +192,7 @@ class Training:
         self._collector = Collector(config.runner.report, keys, security.insecure)
         self._broker = StatusClient(config.broker.frontend, keys)
         self._view = TrainingView(console, config.runner.logger.experiment_name)
-        self._parts = Supervisor(config, config_file, self._view.say, self._progress.stepping)
+        self._parts = Supervisor(config, config_file, self._view.say, self._progress.stepping, stop)
 
     def run(self) -> None:
         """Start everything and watch until the run is over.
@@ -207,7 +206,8 @@ class Training:
             for part in self._parts.look():
                 self._collect(0.0)  # its last report may be here
                 self._parts.lost(part)
-            self._look_at_the_clock()
+            if not self._parts.paused():
+                self._look_at_the_clock()
             self._show()
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class Training:
     def _look_at_the_clock(self) -> None:
         """Give up on what does not come up; start again what has stopped to move."""
         now, runner = time.monotonic(), self._config.runner
-        for part, why in self._parts.hanging(self._progress.heard):
+        for part, why in self._parts.hanging(self._progress.heard, self._progress.status):
             if not self._progress.stepping():
                 raise StartupFailed(why)
             self._parts.kill(part, why)

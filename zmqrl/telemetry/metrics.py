@@ -6,7 +6,7 @@ Names that RLinf has are kept. Seconds and means are per call unless a name says
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,11 @@ class EnvView:
         """Add a report; a worker that was restarted plays all its episodes anew."""
         if self.report is not None and report.incarnation != self.report.incarnation:
             self._first_began = self.began()
-            self._before = added(self._before, self.report.totals)
+            totals = self.report.totals
+            # What it had on its way has arrived, and is counted there, or counts as never sent.
+            sent = totals.trajectories_sent - totals.trajectories_unacknowledged
+            totals = replace(totals, trajectories_sent=sent, trajectories_unacknowledged=0)
+            self._before = added(self._before, totals)
             self.episodes.clear()
         self.report, self.heard = report, now
         self.episodes.extend(report.episodes)

@@ -30,11 +30,13 @@ def problems_of(status: dict[str, Any]) -> list[str]:
         if status["workers"] and waiting and policy not in served:
             name = f"the policy {policy}" if policy else "the default policy"
             problems.append(f"{_count(waiting, 'request')} for {name}, which no rollout worker serves")
+    in_order = {worker["policy"] for worker in status["workers"] if worker["state"] != "stuck"}
     for worker in status["workers"]:
         if worker["state"] == "stuck":
+            others = "others have" if worker["policy"] in in_order else "nobody is left who could have"
             problems.append(
                 f"{worker['name']} is stuck in a policy call for {_duration(worker['state_s'])}; "
-                "others have taken over its requests"
+                f"{others} taken over its requests"
             )
         elif worker["state"] == "busy" and worker["state_s"] >= _PATIENCE_S:
             problems.append(

@@ -121,11 +121,14 @@ class TrainingProgress:
         self._broker.take(status)
         now = time.monotonic()
         learner = {} if self.learner is None else self.learner.metrics
-        self._samples.append(
-            (now, Sample.of(summed(self.envs.values()), self._broker.status()), dict(learner))
-        )
+        self._samples.append((now, Sample.of(summed(self.envs.values()), self.status), dict(learner)))
         while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW:
             self._samples.popleft()
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Of the broker, over all its restarts."""
+        return self._broker.status()
 
     def stepping(self) -> bool:
         """Whether any simulator has made a step for training."""
@@ -145,7 +148,7 @@ class TrainingProgress:
             view = EnvView("", 0, None, list(self._episodes))
             metrics.update(episode_metrics([view], "env"))
             del metrics["env/missing_trajectories"]
-        metrics.update(broker_metrics(self._broker.status()))
+        metrics.update(broker_metrics(self.status))
         metrics.update(delay_metrics(self.envs.values()))
         books = {key: learner.pop(f"trajectories_{key}", 0) for key in ("before", "arrived")}
         for key in [key for key in learner if key.endswith("_total")]:

@@ -72,6 +72,8 @@ class EnvTotals:
     """Held back by the learner, between two trajectories."""
     trajectories_sent: int = 0
     """Complete ones, those that were dropped at once included."""
+    trajectories_unacknowledged: int = 0
+    """Those of them that may still be on their way."""
     trajectories_dropped: int = 0
     """Those that hold numbers which are not finite."""
     not_finite: int = 0

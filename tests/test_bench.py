@@ -1,0 +1,53 @@
+"""`bin/bench`, as a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import TESTS, wait_for
+from fuzz import learner, watch
+
+BENCH = TESTS.parent / "perf" / "bench.py"
+
+
+def test_ctrl_c_ends_a_bench_shows_its_rows_and_leaves_no_process(folder: Path) -> None:
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        bench = subprocess.Popen(
+            [sys.executable, str(BENCH), "fuzz", "--messages=20000"],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(folder)},
+            start_new_session=True,
+        )
+    try:
+        # Then a process asks, and a thread of it answers.
+        wait_for(lambda: list(folder.glob("zb-*/_ask_a_policy")), "the case of replies", 40)
+        children = psutil.Process(bench.pid).children(recursive=True)
+        assert children
+        os.killpg(bench.pid, signal.SIGINT)  # as a terminal does
+        assert bench.wait(20) == 1
+        wait_for(lambda: not any(child.is_running() for child in children), "the end of all processes")
+    finally:
+        bench.kill()
+    text = output.read_text()
+    assert "interrupted: the bench is not complete" in text
+    assert text.count("headers") == text.count("trees") == 2, "as they came, and in the table"
+    assert not list(folder.glob("zb-*"))
+
+
+def test_a_learner_that_dies_at_once_is_a_row_that_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 1.0)
+    monkeypatch.setattr(
+        watch, "start", lambda *words: subprocess.Popen(["true"], stdout=subprocess.PIPE, text=True)
+    )
+    (row,) = learner.measure(messages=40, seed=0)
+    assert not row["ok"]
+    assert row["crashed"]
+    assert row["served"] == 0
