@@ -476,14 +476,14 @@ def test_each_reason_is_told(
         Keys.load(tmp_path / "others", "client"): ("its key is not the server.key of .*others", False),
     }
     for own, (reason, final) in cases.items():
-        refusal = refusal_of(endpoint, own, 2.0)
+        refusal = refusal_of(endpoint, own, 10.0 if final else 2.0)
         assert refusal is not None
         assert re.search(reason, refusal.reason), refusal
         assert refusal.final is final
 
 
 def test_keys_where_none_are_used_are_told(serve: Make, keys: Path) -> None:
-    refusal = refusal_of(serve(None)[1], Keys.load(keys, "client"), 2.0)
+    refusal = refusal_of(serve(None)[1], Keys.load(keys, "client"), 10.0)
     assert refusal is not None
     assert refusal.final
     assert "uses no keys, but this part has some" in refusal.reason
@@ -530,7 +530,7 @@ def test_a_suspicion_is_looked_into_when_due_and_not_before(serve: Make, keys: P
     suspicion = Suspicion(serve(keys)[1], None)
     assert suspicion.look() is None
     suspicion.begin(after=0)
-    refusal = suspicion.look(patience=2.0)
+    refusal = suspicion.look(patience=10.0)
     assert refusal is not None
     assert suspicion.reason == refusal.reason
     assert suspicion.look() is None, "the next look is not due yet"
