@@ -239,6 +239,9 @@ class Service:
             fields = {"code": "refused", "message": str(error)}
             error_header = Header(Op.ERROR, request_id=request_id_of(frames[0]))
             self._send(peer, [error_header.pack() + encode_meta(fields)])
+        except Exception:
+            # A defect that one message shows must not end the training.
+            log.exception("a message to the learner could not be handled")
 
     def _send(self, peer: bytes, frames: list[Any]) -> bool:
         """Send without waiting for the peer; whether that was possible."""
