@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def main() -> int:
         bench.arguments(command)
         command.set_defaults(bench=bench)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it leaves as little behind as Ctrl-C
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     table = Table(options.bench.COLUMNS)
     rows = []

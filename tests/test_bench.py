@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,14 @@ from fuzz import learner, watch
 BENCH = TESTS.parent / "perf" / "bench.py"
 
 
-def test_ctrl_c_ends_a_bench_shows_its_rows_and_leaves_no_process(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("send", "number"),
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_a_signal_ends_a_bench_which_shows_its_rows_and_leaves_nothing(
+    folder: Path, send: Callable[[int, int], None], number: signal.Signals
+) -> None:
     output = folder / "output.txt"
     with output.open("w") as file:
         bench = subprocess.Popen(
@@ -31,7 +39,7 @@ def test_ctrl_c_ends_a_bench_shows_its_rows_and_leaves_no_process(folder: Path) 
         wait_for(lambda: list(folder.glob("zb-*/_ask_a_policy")), "the case of replies", 40)
         children = psutil.Process(bench.pid).children(recursive=True)
         assert children
-        os.killpg(bench.pid, signal.SIGINT)  # as a terminal does
+        send(bench.pid, number)
         assert bench.wait(20) == 1
         wait_for(lambda: not any(child.is_running() for child in children), "the end of all processes")
     finally:

@@ -47,10 +47,13 @@ def measure(case: str, messages: int, seed: int) -> dict[str, Any]:
     """Let a process of its own read so many messages."""
     process = watch.start("readers", case, messages, seed)
     memory, counts = watch.Memory(process.pid), {"messages": 0}
-    for line in watch.lines(process):
-        counts = json.loads(line)
-        memory.look(counts["messages"] / messages)
-    code = process.wait()
+    try:
+        for line in watch.lines(process):
+            counts = json.loads(line)
+            memory.look(counts["messages"] / messages)
+        code = process.wait()
+    finally:
+        watch.stop(process)
     counts["hung"] = int(code == -9)
     counts["crashed"] = counts.get("crashed", 0) + int(code not in (0, -9))
     return watch.row(case, memory.growth, counts)

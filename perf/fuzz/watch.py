@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,14 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     """Start a part of this bench as a process of its own; see `child.py`."""
     command = [sys.executable, str(Path(__file__).with_name("child.py")), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a process that `start` gave, as Ctrl-C does, unless it ends by itself because of that."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(2.0)
+        process.send_signal(number)
 
 
 class Memory:
