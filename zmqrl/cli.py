@@ -344,7 +344,7 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps({"broker": endpoint, "problems": problems, **status}, indent=2))
     else:
         Console().print(pool_view(endpoint, status, problems))
-    return 0 if status["workers"] else 1
+    return 0 if any(worker["state"] != "stuck" for worker in status["workers"]) else 1
 
 
 def _make_keys(options: argparse.Namespace) -> int:

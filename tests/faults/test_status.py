@@ -103,6 +103,7 @@ def test_a_rollout_worker_stuck_in_a_policy_call_is_named_with_the_time(pool: Po
     pool.wait_for_workers(1)
     pending = pool.client().submit({"x": np.ones((1, 3)), "command": ["sleep 30"]})
     wait_for(lambda: pool.status()["workers"][0]["state"] == "stuck", "the quarantine")
+    assert run("--broker", pool.frontend).returncode == 1
     (problem,) = status(pool)["problems"]
     assert problem.startswith("rollout-0 is stuck in a policy call for")
     pending.cancel()
