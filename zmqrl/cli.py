@@ -25,8 +25,8 @@ _EXTRAS = {
 }
 """What brings a module that is missing."""
 
-_STATUS_TIMEOUT = 5.0
-"""Seconds."""
+_STATUS_TIMEOUT = 4.0
+"""Seconds that a broker has to answer, after the first one."""
 
 _OVERRIDES = "configuration keys to override, such as rollout.rollout_queue_size=4"
 
@@ -123,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     what = keys.add_mutually_exclusive_group()
     what.add_argument("--client", metavar="NAME", help="only add a bundle for a client or env worker")
     what.add_argument("--worker", metavar="NAME", help="only add a bundle for a rollout worker")
-    what.add_argument("--revoke", metavar="NAME", help="let the key of this bundle in no longer")
+    what.add_argument(
+        "--revoke", metavar="NAME", help="let its key in no longer, and delete its bundle here"
+    )
     keys.set_defaults(run=_make_keys, overrides=[])
     return parser
 
@@ -332,13 +334,20 @@ def _status(options: argparse.Namespace) -> int:
     endpoint = options.broker or loaded.broker.frontend or sockets.local_endpoint("frontend")
     client = StatusClient(endpoint, loaded.security.keys_of("client"))
     try:
-        status = client.ask(_STATUS_TIMEOUT)
+        status = client.ask(1.0)
         if status is None:
             client.raise_refusal()
+            status = client.ask(_STATUS_TIMEOUT)
     finally:
         client.close()
     if status is None:
-        return _fail(f"no broker answers at {endpoint}; is one running there (bin/start-broker)?", 1)
+        problem = f"no broker answers at {endpoint}; is one running there (bin/start-broker)?"
+        if options.broker is None and loaded.broker.frontend is None:
+            name = loaded.runner.logger.experiment_name
+            problem = f"no run of the name {name} lives on this machine, and {problem}"
+        if options.json:
+            print(json.dumps({"broker": endpoint, "problems": [problem]}, indent=2))
+        return _fail(problem, 1)
     problems = problems_of(status)
     if options.json:
         print(json.dumps({"broker": endpoint, "problems": problems, **status}, indent=2))
@@ -361,7 +370,9 @@ def _make_or_revoke(options: argparse.Namespace) -> None:
     folder = options.folder
     if options.revoke is not None:
         bundles.revoke(folder, options.revoke)
-        print(f"{options.revoke} is let in no longer: its key is gone from {folder}/server")
+        print(
+            f"{options.revoke} is let in no longer: its key is gone from {folder}/server, its bundle too"
+        )
         print(f"If broker or learner use a copy of {folder}/server, delete {options.revoke}.key there.")
     elif options.client is not None or options.worker is not None:
         role, name = ("client", options.client) if options.client else ("worker", options.worker)

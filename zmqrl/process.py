@@ -7,7 +7,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
 from types import FrameType
 
 DEATH_PIPE = "ZMQRL_DEATH_PIPE"
@@ -20,7 +22,9 @@ class StopSignal:
     Calling it tells whether it is set, so that it can be passed as `stopping`.
 
     Args:
-        patience_s: Seconds that the process has to end after the first signal; then the kernel ends it.
+        patience_s: Seconds that the process has to end after the first signal. Then it says where it is
+            stuck, and is ended by SIGALRM. What holds the interpreter lock all the time, in C, is ended
+            by SIGKILL only.
     """
 
     def __init__(self, patience_s: int = 8) -> None:
@@ -30,8 +34,14 @@ class StopSignal:
 
     def install(self) -> StopSignal:
         """Catch the two signals in this process; call it from the main thread."""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        # The pipe is this process's: a signal to a child that it forks is none to it.
+        os.register_at_fork(after_in_child=_forget_wakeup)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
+        threading.Thread(target=self._watch, args=(read,), name="stop-signal", daemon=True).start()
         return self
 
     def __call__(self) -> bool:
@@ -51,8 +61,30 @@ class StopSignal:
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
-        # What cannot be interrupted, such as a policy that loads, is ended by the kernel.
-        signal.alarm(self._patience_s)
+
+    def _watch(self, pipe: int) -> None:
+        """See to it that the first signal has an effect, whatever the main thread is in."""
+        main = threading.main_thread()
+        number = 0
+        while number not in (signal.SIGTERM, signal.SIGINT):
+            number = os.read(pipe, 1)[0]
+        until = time.monotonic() + self._patience_s
+        signal.alarm(self._patience_s + 1)  # in case that this thread does not run again
+        time.sleep(0.2)
+        if self.reason is None and main.ident is not None:
+            # Another thread took the signal, as happens with two at once, and the main one sleeps on.
+            signal.pthread_kill(main.ident, number)
+        time.sleep(max(0.0, until - time.monotonic()))
+        frame = sys._current_frames().get(main.ident or 0)
+        where = traceback.extract_stack(frame)[-1] if frame is not None else None
+        at = f" in {where.name} ({where.filename}, line {where.lineno})" if where is not None else ""
+        name = signal.Signals(number).name
+        print(f"{name} came {self._patience_s} s ago, still{at}; ended", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+
+def _forget_wakeup() -> None:
+    signal.set_wakeup_fd(-1)
 
 
 def tie_to_launcher() -> None:

@@ -46,6 +46,7 @@ def test_a_broker_that_is_not_there_is_named() -> None:
     done = run("--broker", "tcp://127.0.0.1:9")
     assert done.returncode == 1
     assert "no broker answers at tcp://127.0.0.1:9" in done.stderr
+    assert json.loads(run("--json", "--broker", "tcp://127.0.0.1:9").stdout)["problems"]
 
 
 def test_an_error_that_is_not_about_keys_is_not_taken_for_a_refusal(folder: Path) -> None:

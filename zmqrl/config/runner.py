@@ -43,7 +43,9 @@ class RunnerConfig(Section):
     stop_patience: int = Field(1, ge=1, description="evaluations in a row that must reach them")
     logger: LoggerConfig = LoggerConfig()
     startup_timeout_s: PositiveSeconds = Field(120.0, description="for all parts to come up")
-    stall_timeout_s: PositiveSeconds = Field(120.0, description="for a step, a reset or a stuck batch")
+    stall_timeout_s: PositiveSeconds = Field(
+        120.0, description="for a step, a later reset or a stuck batch"
+    )
     report: str | None = Field(None, description="where env workers report; null: local ipc")
 
     @field_validator("report")

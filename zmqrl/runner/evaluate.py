@@ -87,7 +87,7 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
     if json_file is not None:
         json_file.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     if metrics["env_steps"]:
-        console.print(summary(metrics, run.envs, run.status))
+        console.print(summary(metrics, run.envs, run.status, cut_short=failure is not None))
     console.print(f"written to {folder}", style="dim", markup=False)
     if failure is not None:
         raise failure

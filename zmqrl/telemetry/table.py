@@ -12,15 +12,16 @@ from rich.text import Text
 from zmqrl.telemetry.metrics import EnvView, Metrics, span, summed
 
 
-def summary(metrics: Metrics, envs: Sequence[EnvView], status: dict[str, Any]) -> RenderableType:
-    """The tables of an evaluation: results, each part, the time split, and what limits the run."""
-    return Group(
-        _env_table(envs),
-        _rollout_table(envs, status),
-        _time_split(envs),
-        results(metrics),  # near the end: what a small terminal still shows
-        _limit(metrics),
-    )
+def summary(
+    metrics: Metrics, envs: Sequence[EnvView], status: dict[str, Any], cut_short: bool = False
+) -> RenderableType:
+    """The tables of an evaluation: results, each part, the time split, and what limits the run.
+
+    One that was cut short was limited by what ended it.
+    """
+    # The results near the end: what a small terminal still shows.
+    parts = [_env_table(envs), _rollout_table(envs, status), _time_split(envs), results(metrics)]
+    return Group(*parts) if cut_short else Group(*parts, _limit(metrics))
 
 
 def _table(title: str, *columns: str) -> Table:
