@@ -32,7 +32,8 @@ def main() -> int:
         bench.arguments(command)
         command.set_defaults(bench=bench)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it leaves as little behind as Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # which leaves as little behind as Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     table = Table(options.bench.COLUMNS)
     rows = []

@@ -23,7 +23,13 @@ from zmqrl import PolicyClient
 from zmqrl.broker.records import Introduction
 from zmqrl.broker.status import StatusClient
 from zmqrl.env.orders import Orders
-from zmqrl.errors import AuthenticationFailed, ClientError, DecodeError, StartupFailed
+from zmqrl.errors import (
+    AuthenticationFailed,
+    ClientError,
+    DecodeError,
+    RequestRefused,
+    StartupFailed,
+)
 from zmqrl.recording.uplink import Uplink
 from zmqrl.rollout.download import WeightsDownload
 from zmqrl.rollout.worker import RolloutWorker
@@ -158,7 +164,7 @@ def _ask_a_policy(endpoint: str) -> Any:
 def _ask_for_the_status(endpoint: str) -> Any:
     client = StatusClient(endpoint)
     for _ in range(20):
-        with suppress(AuthenticationFailed):
+        with suppress(AuthenticationFailed, RequestRefused):
             status = client.ask(0.05)
             assert status is None or sum(status["counters"].values()) is not None
     client.close()

@@ -128,7 +128,7 @@ def test_a_refused_introduction_is_answered(pool: Pool) -> None:
         socket = raw_dealer(pool, endpoint)
         socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "n" * 201}))
         assert socket.poll(10_000)
-        assert "200 characters" in decode_meta(socket.recv()[HEADER_SIZE:])["message"]
+        assert "200 printable characters" in decode_meta(socket.recv()[HEADER_SIZE:])["message"]
         socket.close(0)
 
 
