@@ -140,9 +140,10 @@ def client_never_reads(trial: Trial) -> None:
 
 @drill("client-floods")
 def client_floods(trial: Trial) -> None:
-    """A client opens hundreds of requests at once; what is over its bound (16) gets `Overloaded`.
+    """A client opens hundreds of requests at once; what is over its bound (16) is refused for now.
 
-    What is let in too late to be answered in its time gets `PolicyTimeout`, which says where it was.
+    What is never let in ends in `Overloaded`; what is let in too late to be answered in its time, in
+    `PolicyTimeout`, which says where it was.
     Others are served beside it at a tenth of their pace or more.
     """
     pool = trial.pool.start(2, "", "broker.max_client_messages=16", seconds=0.02)
@@ -158,7 +159,6 @@ def client_floods(trial: Trial) -> None:
     ledger = trial.finish(flood)
     vague = [f for f in flood.failures if "said nothing" in str(f.error)]
     trial.expect(not vague, f"{len(vague)} errors do not say what happened")
-    trial.expect(ledger.errors["Overloaded"] > 0, "nothing of it was refused")
     trial.expect(ledger.answered > 0, "nothing of it was answered")
     trial.expect(pool.counters()["overloaded"] > 0, "the broker counted no refusal")
 
