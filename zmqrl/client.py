@@ -7,17 +7,19 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Union
 
 from zmqrl.connection import Connection, Request
 from zmqrl.errors import ClientClosed, ClientInUse, EncodeError
 from zmqrl.pending import Pending
-from zmqrl.recording import Recording
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import encode
 from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, MAX_FRAMES, Header, Op, policy_id_of
 from zmqrl.transport.security import Keys
 from zmqrl.transport.tree import rows_of, with_axis, without_axis
+
+if TYPE_CHECKING:
+    from zmqrl.recording import Recording
 
 
 class PolicyClient:
@@ -362,6 +364,8 @@ class PolicyClient:
         self._connection = Connection(self.endpoint, {**introduction, **self._place}, self._keys)
         if self._record_to is not None:
             self._latest = {}
+            from zmqrl.recording import Recording  # most clients record nothing
+
             try:
                 self._recording = Recording(
                     name=self.name,

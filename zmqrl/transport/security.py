@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple, Union
 
 import zmq
-import zmq.auth
 
 from zmqrl.errors import KeysError
 
@@ -99,8 +98,10 @@ def public_key_of(path: str) -> bytes:
     Raises:
         KeysError: There is none.
     """
+    from zmq.auth import load_certificate  # only where there are keys
+
     try:
-        public, _ = zmq.auth.load_certificate(path)
+        public, _ = load_certificate(path)
     except (OSError, ValueError) as error:
         raise KeysError(f"cannot read the key {path}: {error}") from None
     if not re.fullmatch(rb"[!-~]{40}", public):
@@ -110,10 +111,12 @@ def public_key_of(path: str) -> bytes:
 
 def _secret_of(path: str) -> Tuple[bytes, bytes]:
     """The key pair in a file that nobody else can read."""
+    from zmq.auth import load_certificate
+
     try:
         if os.stat(path).st_mode & 0o077:
             raise KeysError(f"others can read the secret key {path}; chmod 600 it, or make new keys")
-        public, secret = zmq.auth.load_certificate(path)
+        public, secret = load_certificate(path)
         if secret is None or zmq.curve_public(secret) != public:
             raise KeysError(f"{path} is damaged: its secret and its public key do not belong together")
     except (OSError, ValueError, zmq.ZMQError) as error:

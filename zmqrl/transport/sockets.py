@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import ipaddress
 import logging
 import os
 import re
-import tempfile
 from typing import IO, Any, Optional, Sequence
 
 import zmq
@@ -248,6 +246,8 @@ def is_exposed(endpoint: str) -> bool:
     """Whether a socket bound to `endpoint` can be reached from other machines."""
     if not endpoint.startswith("tcp://"):
         return False
+    import ipaddress  # a client binds nothing
+
     host = endpoint[6:].rpartition(":")[0].strip("[]")
     try:
         return not ipaddress.ip_address(host).is_loopback
@@ -269,6 +269,8 @@ def runtime_folder() -> str:
     Raises:
         EndpointError: The folder belongs to another user.
     """
+    import tempfile  # nor needs this, with an address
+
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = os.path.join(base, f"zmqrl-{os.getuid()}")
     os.makedirs(folder, mode=0o700, exist_ok=True)
