@@ -94,18 +94,20 @@ def encode(tree: Any, copy: bool = True) -> Encoded:
     return Encoded(meta, encoder.buffers, signature)
 
 
-def decode(meta: Any, buffers: Sequence[Any] = ()) -> Any:
-    """Turn bytes back into a tree; arrays are writable and in native byte order.
+def decode(meta: Any, buffers: Sequence[Any] = (), writable: bool = True) -> Any:
+    """Turn bytes back into a tree; arrays are in native byte order.
 
     Args:
         meta: The bytes after the header in the first frame.
         buffers: The large-buffer frames (`zmq.Frame` or anything with the buffer protocol). Arrays
             are views of them where the alignment allows.
+        writable: Copy what cannot be written to. Without it arrays may be read-only views of the bytes,
+            for who copies them anyway.
 
     Raises:
         DecodeError: The bytes are not a valid tree; no array has been built from the wrong part.
     """
-    decoder = _Decoder(buffers)
+    decoder = _Decoder(buffers, writable)
     tree = decoder.node(unpack(meta, MAX_META), 0)
     if decoder.used != len(buffers):
         raise DecodeError(f"{len(buffers)} buffers came, {decoder.used} are used")
@@ -291,8 +293,9 @@ class _Encoder:
 class _Decoder:
     """One walk over unpacked msgpack: checks each array, then builds it."""
 
-    def __init__(self, buffers: Sequence[Any]) -> None:
+    def __init__(self, buffers: Sequence[Any], writable: bool) -> None:
         self.buffers = buffers
+        self.writable = writable
         self.used = 0
 
     def node(self, node: Any, depth: int) -> Any:
@@ -348,7 +351,8 @@ class _Decoder:
         if dtype.kind == "b":
             # Another byte than 0 or 1 is no bool: numpy and torch would count it wrongly.
             return array.view(np.uint8).astype(np.bool_)
-        if not array.flags.writeable or not array.flags.aligned or not dtype.isnative:
+        flags = array.flags
+        if (self.writable and not flags.writeable) or not flags.aligned or not dtype.isnative:
             array = array.astype(dtype.newbyteorder("="))
         if dtype.kind == "U" and size and array.reshape(-1).view(np.uint32).max() > sys.maxunicode:
             raise DecodeError("an array of text holds what is no character")
