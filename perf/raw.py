@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import signal
+import struct
 import sys
 import time
 from typing import Any
@@ -20,16 +21,16 @@ import zmq
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import encode_meta
 from zmqrl.transport.header import (
-    HEADER_SIZE,
+    Entry,
     Header,
     Op,
-    join_batch,
-    split_batch,
+    Table,
     unpack,
     unpack_table,
 )
 
 _WARM_UP_S = 0.5
+_QUEUE = struct.Struct("<I")
 
 
 def worker(endpoint: str, *keys: str) -> None:
@@ -47,13 +48,15 @@ def worker(endpoint: str, *keys: str) -> None:
         if op == Op.BATCH:
             table = unpack_table(frames[0])
             number = table.number
-            entries, replies = [], []
-            for entry, message in split_batch(table, frames):
-                header = unpack(message[0])._replace(op=Op.REPLY, queue_us=entry.queue_us)
-                replies.append([header.pack() + message[0][HEADER_SIZE:], *message[1:]])
-                entries.append(entry._replace(origin=b""))
-            result = join_batch(table._replace(entries=entries), Op.RESULT, replies)
-            socket.send_multipart(result, copy=True)
+            joined = bytearray(frames[1])  # the replies are the requests, but for two fields
+            begin, entries = 0, []
+            for slot, length, large, attempt, _, queue_us in table.entries:
+                joined[begin + 5] = Op.REPLY
+                _QUEUE.pack_into(joined, begin + 32, queue_us)
+                begin += length
+                entries.append(Entry(slot, length, large, attempt, 0, queue_us))
+            head = Table(table.epoch, number, entries).pack(Op.RESULT)
+            socket.send_multipart([head, joined, *frames[2:]], copy=True)
         elif op == Op.WELCOME:
             socket.send(Header(Op.READY).pack())
 

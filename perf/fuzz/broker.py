@@ -130,8 +130,8 @@ def _result_of(frames: list[bytes]) -> Message:
         request_id = unpack(message[0]).request_id
         reply = mutations.of_tree(Op.REPLY, {"actions": np.zeros((2, 3))}, request_id, rows=2)
         replies.append(reply)
-        entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin=b""))
-    return join_batch(table._replace(entries=entries), Op.RESULT, replies)
+        entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin_length=0))
+    return join_batch(table._replace(entries=entries, origins=b""), Op.RESULT, replies)
 
 
 def measure(messages: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -179,7 +179,7 @@ def to_backend(policy: str) -> list[Message]:
     """What a rollout worker says."""
     reply = of_tree(Op.REPLY, {"actions": np.zeros((2, 1500))}, 3, rows=2)
     error = plain(Op.ERROR, {"code": "policy", "message": "text"}, 4)
-    entries = [Entry(n, len(m[0]), len(m) - 1, 0, 9) for n, m in ((1, reply), (2, error))]
+    entries = [Entry(n, len(m[0]), len(m) - 1, 0, 0, 9) for n, m in ((1, reply), (2, error))]
     return [
         hello("worker", "fuzz", policy=policy),
         plain(Op.READY, request_id=0),
@@ -192,7 +192,7 @@ def to_backend(policy: str) -> list[Message]:
 def to_peers() -> list[Message]:
     """What a broker says to a client or to a rollout worker."""
     asked = of_tree(Op.INFER, OBSERVATION, 1, rows=2)
-    entries = [Entry(1, len(asked[0]), len(asked) - 1, 0, 9, b"z" * 13)]
+    entries = [Entry(1, len(asked[0]), len(asked) - 1, 0, 13, 9)]
     return [
         plain(Op.WELCOME, {"epoch": 5, "warning": "rank 0 is also that of another"}),
         plain(Op.UNKNOWN),
@@ -202,7 +202,7 @@ def to_peers() -> list[Message]:
         plain(Op.ERROR, {"code": "replaced", "message": "text"}, request_id=0),
         of_tree(Op.REPLY, {"actions": np.zeros((2, 3)), "image": np.zeros((2, 64, 64))}, rows=2),
         plain(Op.KNOWN, {"state": "queued"}),
-        join_batch(Table(5, 1, entries), Op.BATCH, [asked]),
+        join_batch(Table(5, 1, entries, 0, b"z" * 13), Op.BATCH, [asked]),
     ]
 
 

@@ -100,8 +100,17 @@ class ReceivedBatch:
             )
             reply = [head.pack() + encoded.meta, *encoded.buffers]
             replies.append(reply)
-            entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin=b""))
+            entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin_length=0))
         return entries, replies
+
+    @property
+    def origins(self):
+        """The identity of the client of each shard."""
+        joined, found = self.table.origins, []
+        for entry, _ in self.shards:
+            found.append(joined[: entry.origin_length])
+            joined = joined[entry.origin_length :]
+        return found
 
     def result(self, op=Op.REPLY, only=None, **table):
         """The RESULT message of an honest worker.
@@ -115,7 +124,8 @@ class ReceivedBatch:
         chosen = range(len(self)) if only is None else only
         entries = [entries[i] for i in chosen]
         fields = {"entries": entries, "predict_us": 1000, **table}
-        return join_batch(self.table._replace(**fields), Op.RESULT, [replies[i] for i in chosen])
+        table = self.table._replace(origins=b"", **fields)
+        return join_batch(table, Op.RESULT, [replies[i] for i in chosen])
 
 
 class FakeClient:

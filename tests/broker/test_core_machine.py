@@ -348,15 +348,15 @@ class PoolMachine(RuleBasedStateMachine):
         assert not self.max_rows or batch.rows <= self.max_rows or len(batch) == 1
         by_peer = {client.fake.peer: client for client in self.all_clients}
         seen = set()
-        for (entry, _), header in zip(batch.shards, batch.headers, strict=True):
-            client = by_peer[entry.origin]
+        for (entry, _), header, origin in zip(batch.shards, batch.headers, batch.origins, strict=True):
+            client = by_peer[origin]
             owed = client.owed.get(header.request_id)
             assert owed is not None, "a request that is over was given to a worker"
             assert self.now < owed.deadline
             owed.given += 1
             if entry.attempt and entry.attempt + 1 >= self.max_attempts:
                 assert len(batch) == 1, "the last attempt did not go alone"
-            seen.add((entry.origin, header.request_id))
+            seen.add((origin, header.request_id))
         assert len(seen) == len(batch)
         if self.decoupled or policy:
             assert len(batch) <= self.caps[policy]
@@ -454,7 +454,7 @@ def bad_result(batch, how):
     elif how == "frames":
         entries[-1] = entries[-1]._replace(frames=entries[-1].frames + 1)
         replies[-1] = [*replies[-1], b"more"]
-    message = join_batch(batch.table._replace(entries=entries), Op.RESULT, replies)
+    message = join_batch(batch.table._replace(entries=entries, origins=b""), Op.RESULT, replies)
     if how == "short table":
         message[0] = message[0][:-1]
     elif how == "header only":

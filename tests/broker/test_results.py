@@ -59,7 +59,7 @@ def test_a_result_whose_reply_is_not_that_of_its_request_reaches_nobody(field):
     entries, (reply,) = worker.batch.replies()
     header = unpack(reply[0])
     header = header._replace(**{field: getattr(header, field) + 1})
-    table = worker.batch.table._replace(entries=entries)
+    table = worker.batch.table._replace(entries=entries, origins=b"")
     worker.send(join_batch(table, Op.RESULT, [[header.pack() + reply[0][HEADER_SIZE:]]]))
     assert pool.counters["malformed"] == 1
     pool.turn()
@@ -90,7 +90,7 @@ def test_a_result_that_names_a_slot_twice_answers_it_once():
     client.ask()
     pool.turn()
     entries, replies = worker.batch.replies()
-    table = worker.batch.table._replace(entries=[entries[0]] * 2)
+    table = worker.batch.table._replace(entries=[entries[0]] * 2, origins=b"")
     worker.send(join_batch(table, Op.RESULT, [replies[0]] * 2))
     pool.turn()
     assert client.answers == [("REPLY", 1)]
@@ -182,8 +182,9 @@ def test_an_answer_that_is_neither_a_reply_nor_an_error_is_not_passed_on(op):
     client.ask()
     pool.turn()
     head = Header(op, request_id=1).pack()
-    entry = worker.batch.shards[0][0]._replace(length=len(head), frames=0)
-    worker.send(join_batch(worker.batch.table._replace(entries=[entry]), Op.RESULT, [[head]]))
+    entry = worker.batch.shards[0][0]._replace(length=len(head), frames=0, origin_length=0)
+    table = worker.batch.table._replace(entries=[entry], origins=b"")
+    worker.send(join_batch(table, Op.RESULT, [[head]]))
     assert pool.broker.take_outbox() == ([], [])
     pool.turn()
     worker.answered = 1

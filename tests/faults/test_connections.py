@@ -354,8 +354,8 @@ def test_a_reply_that_is_no_dict_is_an_error_for_its_client_alone(pool: Pool, tr
     table = unpack_table(frames[0])
     ((entry, message),) = split_batch(table, frames)
     reply = Header(Op.REPLY, request_id=unpack(message[0]).request_id).pack() + encode(tree).meta
-    entries = [entry._replace(length=len(reply), frames=0, origin=b"")]
-    worker.send_multipart(join_batch(table._replace(entries=entries), Op.RESULT, [[reply]]))
+    entries = [entry._replace(length=len(reply), frames=0, origin_length=0)]
+    worker.send_multipart(join_batch(table._replace(entries=entries, origins=b""), Op.RESULT, [[reply]]))
     with pytest.raises(PolicyError, match="not a dict"):
         pending.result()
     worker.close(0)

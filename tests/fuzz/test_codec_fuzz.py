@@ -176,7 +176,7 @@ def test_any_bytes_are_refused_or_fields(meta):
 
 
 BATCH = join_batch(
-    Table(5, 6, [Entry(1, 3, 1, 0, 9, b"origin"), Entry(2, 2, 0, 1, 8, b"")]),
+    Table(5, 6, [Entry(1, 3, 1, 0, 6, 9), Entry(2, 2, 0, 1, 0, 8)], 0, b"origin"),
     Op.BATCH,
     [[b"one", b"large"], [b"to"]],
 )

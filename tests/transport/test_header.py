@@ -48,10 +48,11 @@ def other_version(message):
 
 def batch_of(parts, epoch=7, number=3, predict_us=0, op=Op.BATCH):
     entries = [
-        Entry(slot, len(message[0]), len(message) - 1, attempt, queue_us, origin)
+        Entry(slot, len(message[0]), len(message) - 1, attempt, len(origin), queue_us)
         for slot, attempt, queue_us, origin, message in parts
     ]
-    table = Table(epoch, number, entries, predict_us)
+    origins = b"".join(origin for _, _, _, origin, _ in parts)
+    table = Table(epoch, number, entries, predict_us, origins)
     return table, join_batch(table, op, [part[-1] for part in parts])
 
 

@@ -11,6 +11,11 @@ from zmqrl.errors import DecodeError
 from zmqrl.transport.codec import MAX_REQUEST, decode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op
 
+_INFER = int(Op.INFER)
+
+_OPS = frozenset([Op.INFER, Op.KNOWN, Op.CANCEL, Op.REST, Op.PHASE, Op.BYE])
+"""What a client may say after HELLO; STATUS is anybody's."""
+
 
 class ClientLeg:
     """Acts on the messages of clients. STATUS is not among them: it is about the broker as a whole.
@@ -21,6 +26,8 @@ class ClientLeg:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        options = pool.options
+        self._most_bytes = min(options.max_client_bytes, options.max_open_bytes)
 
     def receive(self, peer: bytes, header: Header, message: list[Any], key: str) -> None:
         """Act on one message; `key` is the peer's if it says HELLO.
@@ -28,13 +35,17 @@ class ClientLeg:
         Raises:
             DecodeError: It is not valid, or not allowed; saying why.
         """
-        pool = self._pool
+        pool, op = self._pool, header.op
         client = pool.clients.get(peer)
-        op, request_id = header.op, header.request_id
+        if op == _INFER and client is not None:
+            client.heard = pool.now
+            self._infer(client, header, message)
+            return
+        request_id = header.request_id
         if op == Op.HELLO:
             self._hello(peer, client, decode_meta(message[0][HEADER_SIZE:], MAX_REQUEST), key)
             return
-        if op not in (Op.INFER, Op.KNOWN, Op.CANCEL, Op.REST, Op.PHASE, Op.BYE):
+        if op not in _OPS:
             raise DecodeError(f"op {op} has no meaning from a client")
         if client is None:
             if op in (Op.INFER, Op.KNOWN):
@@ -42,9 +53,7 @@ class ClientLeg:
                 pool.to_clients.append((peer, words.plain(Op.UNKNOWN, {}, request_id)))
             return
         client.heard = pool.now
-        if op == Op.INFER:
-            self._infer(client, header, message)
-        elif op == Op.BYE:
+        if op == Op.BYE:
             self.forget(client)
         elif op == Op.REST:
             client.modes[header.stage] = None
@@ -122,12 +131,11 @@ class ClientLeg:
                 "the pool runs in normal mode (runner.enable_decoupled_mode is false), which binds env "
                 "ranks to rollout ranks: give PolicyClient a rank and world_size"
             )
-        size = sum(len(frame) for frame in message)
-        most = min(pool.options.max_client_bytes, pool.options.max_open_bytes)
-        if size > most:
+        size = sum(map(len, message))
+        if size > self._most_bytes:
             raise DecodeError(
                 f"the request has {size / 2**20:.1f} MiB; broker.max_client_mb and max_queue_mb let "
-                f"{most / 2**20:.2f} MiB in"
+                f"{self._most_bytes / 2**20:.2f} MiB in"
             )
         if pool.is_full(client, size):
             pool.counters.overloaded += 1

@@ -39,6 +39,8 @@ from zmqrl.errors import DecodeError
 from zmqrl.transport.codec import encode_meta
 from zmqrl.transport.header import MAX_FRAMES, Header, Op, op_of, request_id_of, unpack
 
+_STATUS = int(Op.STATUS)
+
 TICK = 0.25
 """Seconds between two looks at the timers."""
 
@@ -152,13 +154,10 @@ class Broker:
             return
         try:
             header = unpack(message[0])
-            if header.frames > MAX_FRAMES:
-                raise DecodeError(f"{header.frames} large buffers; {MAX_FRAMES} is the most")
-            if header.frames != len(message) - 1:
-                raise DecodeError(
-                    f"{len(message) - 1} large buffers came, the header says {header.frames}"
-                )
-            if header.op == Op.STATUS:
+            frames = len(message) - 1
+            if header.frames != frames or frames > MAX_FRAMES:
+                raise DecodeError(_wrong_frames(header.frames, frames))
+            if header.op == _STATUS:
                 # With a thousand clients it takes milliseconds: once a turn, however often asked for.
                 self._status_meta = self._status_meta or encode_meta(self.status())
                 status = Header(Op.STATUS, request_id=header.request_id).pack() + self._status_meta
@@ -290,6 +289,12 @@ class Broker:
                 for client in longest
             ],
         }
+
+
+def _wrong_frames(told: int, came: int) -> str:
+    if told > MAX_FRAMES:
+        return f"{told} large buffers; {MAX_FRAMES} is the most"
+    return f"{came} large buffers came, the header says {told}"
 
 
 def _state_of(worker: Worker) -> str:

@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zmqrl.broker.policies import Policies, Policy
-from zmqrl.broker.records import REST, STEP, Client, Counters, Request, State, Worker, WorkerTotals
+from zmqrl.broker.records import (
+    CLOSED,
+    REST,
+    STEP,
+    WAITING,
+    Client,
+    Counters,
+    Request,
+    Worker,
+    WorkerTotals,
+)
 from zmqrl.broker.scheduling import Limits
 from zmqrl.transport.codec import encode_meta
 from zmqrl.transport.header import FLAG_EVAL, Header, Op
@@ -63,46 +73,47 @@ class Pool:
 
     def is_full(self, client: Client, size: int) -> bool:
         """Whether a further request of `size` bytes would go over a bound."""
+        options = self.options
         return (
-            len(self.requests) >= self.options.max_open
-            or self.open_bytes + size > self.options.max_open_bytes
-            or len(client.requests) >= self.options.max_client_open
-            or client.open_bytes + size > self.options.max_client_bytes
+            len(self.requests) >= options.max_open
+            or self.open_bytes + size > options.max_open_bytes
+            or len(client.requests) >= options.max_client_open
+            or client.open_bytes + size > options.max_client_bytes
         )
 
     def open(self, client: Client, header: Header, message: list[Any], size: int) -> None:
         """Take in a request and queue it."""
+        slot, now = self._next_slot, self.now
+        policy = self.policies.asked_by(client, header.policy_id)
         request = Request(
-            self._next_slot,
+            slot,
             client,
-            self.policies.asked_by(client, header.policy_id),
+            policy,
             header.request_id,
             message,
             size,
             header.rows,
-            bool(header.flags & FLAG_EVAL),
+            header.flags & FLAG_EVAL != 0,
             header.stage,
-            arrived=self.now,
-            deadline=self.now + header.budget_ms / 1000,
+            now,
+            now + header.budget_ms / 1000,
         )
-        self._next_slot += 1
-        self.requests[request.slot] = request
+        self._next_slot = slot + 1
+        self.requests[slot] = client.requests[request.request_id] = request
         self.open_bytes += size
         client.open_bytes += size
-        client.requests[request.request_id] = request
         client.phase = STEP  # once it has the reply
         self.counters.requests += 1
-        request.policy.schedule.add(request)
+        policy.schedule.add(request)
 
-    def answer(self, request: Request, reply: list[Any], queue_s: float) -> None:
+    def answer(self, request: Request, reply: list[Any]) -> None:
         """Close a request with the policy's reply."""
         client = request.client
         if client.phase == REST and request.policy is self.policies.default:
             client.phase = STEP  # another of its stages rests; the one that has its actions goes on
         self._close(request)
         self.counters.answered += 1
-        self.counters.queue_s += queue_s
-        self.to_clients.append((request.client.peer, reply))
+        self.to_clients.append((client.peer, reply))
 
     def fail(self, request: Request, error: list[Any]) -> None:
         """Close a request with an ERROR message."""
@@ -116,17 +127,18 @@ class Pool:
         self.counters.cancelled += 1
 
     def _close(self, request: Request) -> None:
-        if request.state is State.WAITING:
+        client, size = request.client, request.size
+        if request.state is WAITING:
             request.policy.schedule.remove(request)
             self.policies.forget_unused(request.policy)  # one that runs has a worker
-        request.state = State.CLOSED
+        request.state = CLOSED
         request.message = []
-        self.open_bytes -= request.size
-        request.client.open_bytes -= request.size
+        self.open_bytes -= size
+        client.open_bytes -= size
         del self.requests[request.slot]
-        del request.client.requests[request.request_id]
-        if request.client.phase == STEP:
-            request.client.phase_since = self.now
+        del client.requests[request.request_id]
+        if client.phase == STEP:
+            client.phase_since = self.now
 
     def explain(self, request: Request) -> str:
         """Where a request is, for its client to read."""

@@ -32,6 +32,10 @@ class State(Enum):
     CLOSED = "closed"
 
 
+# By names of their own: the look at a member of an enum is felt with each request.
+WAITING, RUNNING, CLOSED = State.WAITING, State.RUNNING, State.CLOSED
+
+
 @dataclass(slots=True, eq=False)
 class Client:
     """A peer of the frontend: an env worker, or anyone's simulator loop."""
@@ -87,12 +91,12 @@ class Request:
     stage: int
     arrived: float
     deadline: float
-    state: State = State.WAITING
-    history: list[str] = field(default_factory=list)
+    state: State = WAITING
+    history: tuple[str, ...] = ()
     """One line for each attempt that failed."""
     released: bool = False
     """Normal mode: its barrier has opened, so it need not wait for others again."""
-    avoid: set[str] = field(default_factory=set)
+    avoid: frozenset[str] = frozenset()
     """Names of the workers that were lost with it."""
 
 

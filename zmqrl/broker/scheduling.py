@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ class Peers:
     workers: dict[bytes, Worker] = field(default_factory=dict)
     changes: int = 0
     """Counts every arrival, departure and quarantine."""
+    _live: list[Worker] = field(default_factory=list)
+    _live_at: int = -1
 
     def add_client(self, client: Client) -> None:
         """A client has come."""
@@ -56,7 +59,10 @@ class Peers:
 
     def live_workers(self) -> list[Worker]:
         """The workers that can be given work, now or when their batch is done."""
-        return [worker for worker in self.workers.values() if not worker.quarantined]
+        if self._live_at != self.changes:
+            self._live = [worker for worker in self.workers.values() if not worker.quarantined]
+            self._live_at = self.changes
+        return self._live
 
 
 class Schedule(Protocol):
@@ -122,24 +128,21 @@ def _fill(
     """The first of `requests` that one batch of `worker` can hold, at most `most`."""
     batch: list[Request] = []
     rows = joined = 0
+    most_rows = limits.max_rows or sys.maxsize
     for request in requests:
         if now >= request.deadline:
             continue
-        if worker.name in request.avoid and any(w.name not in request.avoid for w in live):
+        avoid, history = request.avoid, request.history
+        if avoid and worker.name in avoid and any(w.name not in avoid for w in live):
             continue
         # The last attempt goes alone: a request that kills its worker takes nobody with it.
-        last = bool(request.history) and len(request.history) + 1 >= limits.max_attempts
-        size = len(request.message[0])
-        full = (
-            len(batch) >= most
-            or joined + size > limits.max_joined
-            or (limits.max_rows and rows + request.rows > limits.max_rows)
-        )
+        last = bool(history) and len(history) + 1 >= limits.max_attempts
+        rows += request.rows
+        joined += len(request.message[0])
+        full = len(batch) >= most or joined > limits.max_joined or rows > most_rows
         if batch and (last or full):
             break
         batch.append(request)
-        rows += request.rows
-        joined += size
         if last:
             break
     return batch
@@ -278,8 +281,10 @@ class FixedRanks:
     def _homes(self) -> dict[bytes, Worker | None]:
         """The rollout worker of each client; worked out anew when a peer came or went."""
         if self._bound_at != self._peers.changes:
-            live = self._peers.live_workers()
-            live.sort(key=lambda worker: (worker.rank is None, worker.rank or 0, worker.since))
+            live = sorted(
+                self._peers.live_workers(),
+                key=lambda worker: (worker.rank is None, worker.rank or 0, worker.since),
+            )
             self._bound = {p: _home(c, live) for p, c in self._peers.clients.items()}
             self._bound_at = self._peers.changes
         return self._bound

@@ -75,6 +75,8 @@ class BrokerServer:
                 self._authenticator.stop()
             self._context.destroy(0)
             raise
+        self._send_to_client = sockets.sender(self._frontend)
+        self._send_to_worker = sockets.sender(self._backend)
         self.frontend = sockets.bound_endpoint(self._frontend)
         self.backend = sockets.bound_endpoint(self._backend)
         epoch = int.from_bytes(os.urandom(7), "little")
@@ -93,13 +95,13 @@ class BrokerServer:
         memory = Memory()
         try:
             while not stopping():
-                poller.poll(1 + int(core.timeout() * 1000))
+                ready = dict(poller.poll(1 + int(core.timeout() * 1000)))
                 core.advance(time.monotonic())
                 # Results first: they free workers for what the frontend brings.
-                self._receive_results()
-                self._receive(
-                    self._frontend, self._front_door, core.from_client, MAX_FRAMES + 1, small=1
-                )
+                if self._backend in ready:
+                    self._receive_results()
+                if self._frontend in ready:
+                    self._receive_requests()
                 self._turn_out()
                 core.tick()
                 core.dispatch()
@@ -131,6 +133,9 @@ class BrokerServer:
         if self._back_door.changed():
             self.core.revoke_workers(self._back_door.lets_in)
 
+    def _receive_requests(self) -> None:
+        self._receive(self._frontend, self._front_door, self.core.from_client, MAX_FRAMES + 1, small=1)
+
     def _receive_results(self) -> None:
         self._receive(self._backend, self._back_door, self.core.from_worker, _RESULT_FRAMES, small=2)
 
@@ -151,24 +156,22 @@ class BrokerServer:
             most: Frames after which the rest of a message is not kept; its count tells that it is wrong.
             small: How many first frames are needed as bytes.
         """
+        recv, has_keys = socket.recv, door.keys is not None
         for _ in range(_BURST):
             try:
-                frame = socket.recv(NOBLOCK, copy=False)
+                peer = recv(NOBLOCK)  # as bytes, which cost less than a Frame; there is always more
             except zmq.Again:
                 return
-            identity, peer = frame, frame.bytes
-            message: list[Any] = []
+            first = frame = recv(NOBLOCK, copy=False)
+            message: list[Any] = [first.bytes]
             while frame.more:  # to the end, so that the next message begins where it should
-                frame = socket.recv(NOBLOCK, copy=False)
+                frame = recv(NOBLOCK, copy=False)
                 if len(message) <= most:
                     # A small Frame pins the 8 KB that libzmq read it into.
                     as_bytes = len(message) < small or len(frame) < LARGE
                     message.append(frame.bytes if as_bytes else frame)
-            if not message:
-                self.core.counters.malformed += 1
-                continue
             try:
-                handle(peer, message, _key_of(identity, door, message))
+                handle(peer, message, _key_of(first, door) if has_keys else "")
             except Exception:
                 # A defect that one message shows must not take the pool down with it.
                 self.core.counters.malformed += 1
@@ -185,7 +188,7 @@ class BrokerServer:
         lost_clients = False
         for peer, frames in to_clients:
             try:
-                sockets.send_to(self._frontend, peer, frames)
+                self._send_to_client(peer, frames)
             except zmq.Again:
                 core.counters.dropped += 1  # it does not read; it will ask when it does
             except zmq.ZMQError as error:
@@ -197,7 +200,7 @@ class BrokerServer:
         lost = []
         for peer, frames in to_workers:
             try:
-                sockets.send_to(self._backend, peer, frames)
+                self._send_to_worker(peer, frames)
             except zmq.Again:
                 if len(frames) > 1:
                     core.undelivered(peer)
@@ -215,9 +218,9 @@ class BrokerServer:
         return bool(lost) or lost_clients
 
 
-def _key_of(identity: zmq.Frame, door: Door, message: list[Any]) -> str | None:
+def _key_of(first: zmq.Frame, door: Door) -> str | None:
     """The peer's key, where it matters: in what strangers may say. None if it is let in no longer."""
-    if door.keys is None or op_of(message[0]) not in (Op.HELLO, Op.STATUS):
+    if op_of(first.bytes) not in (Op.HELLO, Op.STATUS):
         return ""
-    key = key_of(door, identity)
+    key = key_of(door, first)
     return key if door.lets_in(key) else None

@@ -6,7 +6,15 @@ from typing import Any
 
 from zmqrl.broker import pool as words
 from zmqrl.broker.pool import Pool
-from zmqrl.broker.records import Batch, Introduction, Request, State, Worker, WorkerTotals
+from zmqrl.broker.records import (
+    RUNNING,
+    WAITING,
+    Batch,
+    Introduction,
+    Request,
+    Worker,
+    WorkerTotals,
+)
 from zmqrl.errors import DecodeError
 from zmqrl.transport.codec import MAX_REQUEST, decode_meta
 from zmqrl.transport.header import (
@@ -21,6 +29,9 @@ from zmqrl.transport.header import (
     unpack_table,
     unpack_table_head,
 )
+
+# Plain ints: the look at a member of an enum is felt with each request.
+_REPLY, _ERROR = int(Op.REPLY), int(Op.ERROR)
 
 _UNAWARE_FOR = 1.0
 """Seconds between two READYs that do not know a batch, after which it counts as lost on the way."""
@@ -93,10 +104,10 @@ class WorkerLeg:
             return
         back = []
         for request in batch.requests.values():
-            if request.state is not State.RUNNING:
+            if request.state is not RUNNING:
                 continue
             if why is None or self._has_another_attempt(request, worker, why, batch):
-                request.state = State.WAITING
+                request.state = WAITING
                 back.append(request)
         worker.policy.schedule.put_back(back)
 
@@ -109,8 +120,9 @@ class WorkerLeg:
 
     def _has_another_attempt(self, request: Request, worker: Worker, why: str, batch: Batch) -> bool:
         pool = self._pool
-        request.history.append(f"{worker.name} {why} after {pool.now - batch.sent:.1f} s")
-        request.avoid.add(worker.name)
+        line = f"{worker.name} {why} after {pool.now - batch.sent:.1f} s"
+        request.history = (*request.history, line)
+        request.avoid |= {worker.name}
         if len(request.history) < pool.options.limits.max_attempts:
             pool.counters.requeued += 1
             return True
@@ -190,27 +202,32 @@ class WorkerLeg:
         self._set_idle(worker)
 
     def _answer(self, worker: Worker, batch: Batch, table: Table, message: list[Any]) -> None:
-        pool, totals = self._pool, worker.totals
+        pool, totals, counters = self._pool, worker.totals, self._pool.counters
         shards = split_batch(table, message)
         totals.batches += 1
         totals.predict_s += table.predict_us / 1e6
-        pool.counters.batches += 1
+        counters.batches += 1
         for entry, reply in shards:
             request = batch.requests.get(entry.slot)
-            if request is None or request.state is not State.RUNNING:
-                pool.counters.late_results += 1
+            if request is None or request.state is not RUNNING:
+                counters.late_results += 1
                 continue
             header = unpack(reply[0])
-            belongs = header.request_id == request.request_id and header.frames == entry.frames
-            if not belongs or header.op not in (Op.REPLY, Op.ERROR):
+            op, rows = header.op, request.rows
+            if (
+                header.request_id != request.request_id
+                or header.frames != entry.frames
+                or (op != _REPLY and op != _ERROR)
+            ):
                 raise DecodeError("a result does not belong to its request")
             totals.shards += 1
-            totals.rows += request.rows
+            totals.rows += rows
             totals.policy_version = header.policy_version
-            pool.counters.shards += 1
-            pool.counters.rows += request.rows
-            if header.op == Op.REPLY:
-                pool.answer(request, reply, header.queue_us / 1e6)
+            counters.shards += 1
+            counters.rows += rows
+            if op == _REPLY:
+                counters.queue_s += batch.sent - request.arrived
+                pool.answer(request, reply)
             else:
                 pool.fail(request, reply)
 
@@ -226,24 +243,27 @@ class WorkerLeg:
             pool.idle[worker.peer] = worker
 
     def _send_batch(self, worker: Worker, requests: list[Request]) -> None:
-        pool = self._pool
+        pool, now = self._pool, self._pool.now
         del pool.idle[worker.peer]
-        batch = Batch(self._next_batch, pool.now, {request.slot: request for request in requests})
+        batch = Batch(self._next_batch, now, {request.slot: request for request in requests})
         self._next_batch += 1
-        worker.batch, worker.changed, worker.unaware_since = batch, pool.now, None
-        entries = []
+        worker.batch, worker.changed, worker.unaware_since = batch, now, None
+        entries, messages, origins = [], [], []
         for request in requests:
-            request.state = State.RUNNING
+            request.state = RUNNING
+            message, origin = request.message, request.client.peer
+            waited_us = int((now - request.arrived) * 1e6)
             entries.append(
                 Entry(
                     request.slot,
-                    len(request.message[0]),
-                    len(request.message) - 1,
+                    len(message[0]),
+                    len(message) - 1,
                     min(len(request.history), 255),
-                    min(int((pool.now - request.arrived) * 1e6), 2**32 - 1),
-                    request.client.peer,
+                    len(origin),
+                    min(waited_us, 2**32 - 1),
                 )
             )
-        table = Table(pool.epoch, batch.number, entries)
-        messages = [request.message for request in requests]
+            messages.append(message)
+            origins.append(origin)
+        table = Table(pool.epoch, batch.number, entries, origins=b"".join(origins))
         pool.to_workers.append((worker.peer, join_batch(table, Op.BATCH, messages)))

@@ -119,6 +119,7 @@ class Service:
                 heartbeat_s=_HEARTBEAT_S,
                 door=self._door,
             )
+            self._send_to = sockets.sender(self._socket)
         except Exception:
             self._free()
             raise
@@ -246,7 +247,7 @@ class Service:
     def _send(self, peer: bytes, frames: list[Any]) -> bool:
         """Send without waiting for the peer; whether that was possible."""
         try:
-            sockets.send_to(self._socket, peer, frames)
+            self._send_to(peer, frames)
         except zmq.Again:
             return False  # it does not read; it asks again when it does
         except zmq.ZMQError as error:

@@ -28,6 +28,7 @@ from zmqrl.transport.header import (
     Entry,
     Header,
     Op,
+    Table,
     join_batch,
     split_batch,
     unpack,
@@ -241,8 +242,8 @@ class RolloutWorker:
                 text = f"the replies of one batch are larger than {self._max_message >> 20} MiB"
                 reply = replies[entry.slot] = self._error(entry, unpack(reply[0]), "policy", text)
             room -= max(0, len(reply[0]) - _ROOM_FOR_ERROR)
-            entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin=b""))
-        result = table._replace(entries=entries, predict_us=_microseconds(self._predict_s))
+            entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin_length=0))
+        result = Table(table.epoch, table.number, entries, _microseconds(self._predict_s))
         self._send(join_batch(result, Op.RESULT, [replies[entry.slot] for entry in entries]))
 
     def _answer(self, shards: Sequence[_Shard]) -> dict[int, list[Any]]:

@@ -61,9 +61,12 @@ class Op(IntEnum):
 FLAG_EVAL = 1
 """The request wants deterministic actions (`eval`); without it, sampled ones (`train`)."""
 
-_HEADER = struct.Struct("<4sBBHQBBHIIIIIQQ")
+_MARK = MAGIC + bytes([VERSION])
+"""What every message of this version begins with."""
+
+_HEADER = struct.Struct("<5sBHQBBHIIIIIQQ")
 HEADER_SIZE = _HEADER.size
-_PREFIX = struct.Struct("<4sBBHQ")
+_PREFIX = struct.Struct("<5sBHQ")
 
 
 class Header(NamedTuple):
@@ -95,7 +98,7 @@ class Header(NamedTuple):
 
     def pack(self) -> bytes:
         """The header's bytes."""
-        return _HEADER.pack(MAGIC, VERSION, *self)
+        return _HEADER.pack(_MARK, *self)
 
 
 def unpack(first: bytes) -> Header:
@@ -105,13 +108,15 @@ def unpack(first: bytes) -> Header:
         DecodeError: The bytes are no zmqrl message.
         VersionMismatch: They are one of another version of the protocol.
     """
+    if len(first) >= HEADER_SIZE:
+        fields = _HEADER.unpack_from(first)
+        if fields[0] == _MARK:
+            return Header._make(fields[1:])
     if len(first) < _PREFIX.size or first[:4] != MAGIC:
         raise DecodeError("not a zmqrl message")
     if first[4] != VERSION:
         raise VersionMismatch(f"the peer speaks protocol version {first[4]}, this is {VERSION}")
-    if len(first) < HEADER_SIZE:
-        raise DecodeError(f"a header has {HEADER_SIZE} bytes, this message {len(first)}")
-    return Header(*_HEADER.unpack_from(first)[2:])
+    raise DecodeError(f"a header has {HEADER_SIZE} bytes, this message {len(first)}")
 
 
 def policy_id_of(name: str) -> int:
@@ -130,7 +135,7 @@ def request_id_of(first: bytes) -> int:
     """The request id of a message of any version; 0 if it has none."""
     if len(first) < _PREFIX.size or first[:4] != MAGIC:
         return 0
-    return int(_PREFIX.unpack_from(first)[4])
+    return int(_PREFIX.unpack_from(first)[3])
 
 
 def op_of(first: bytes) -> int:
@@ -154,9 +159,9 @@ class Entry(NamedTuple):
     frames: int
     """Large-buffer frames that belong to it."""
     attempt: int
+    origin_length: int
+    """Bytes of the identity of the client that asked; 0 in a result."""
     queue_us: int
-    origin: bytes = b""
-    """The identity of the client that asked."""
 
 
 class Table(NamedTuple):
@@ -169,26 +174,16 @@ class Table(NamedTuple):
     entries: Sequence[Entry]
     predict_us: int = 0
     """Result: microseconds spent in the policy."""
+    origins: bytes = b""
+    """The identities of the clients that asked, joined; empty in a result."""
 
     def pack(self, op: Op) -> bytes:
         """The first frame of a BATCH or RESULT message."""
-        parts = [
-            Header(op).pack(),
-            _TABLE.pack(self.epoch, self.number, len(self.entries), self.predict_us),
-        ]
-        for entry in self.entries:
-            parts.append(
-                _ENTRY.pack(
-                    entry.slot,
-                    entry.length,
-                    entry.frames,
-                    entry.attempt,
-                    len(entry.origin),
-                    entry.queue_us,
-                )
-            )
-            parts.append(entry.origin)
-        return b"".join(parts)
+        pack = _ENTRY.pack
+        head = _TABLE.pack(self.epoch, self.number, len(self.entries), self.predict_us)
+        return b"".join(
+            [Header(op).pack(), head, *[pack(*entry) for entry in self.entries], self.origins]
+        )
 
 
 def unpack_table_head(first: bytes) -> Tuple[int, int, int]:
@@ -210,29 +205,26 @@ def unpack_table(first: bytes) -> Table:
     Raises:
         DecodeError: The table is cut short or has bytes left over.
     """
-    try:
-        epoch, number, count, predict_us = _TABLE.unpack_from(first, HEADER_SIZE)
-        offset = HEADER_SIZE + _TABLE.size
-        entries = []
-        for _ in range(count):
-            slot, length, frames, attempt, origin, queue_us = _ENTRY.unpack_from(first, offset)
-            offset += _ENTRY.size
-            entries.append(
-                Entry(slot, length, frames, attempt, queue_us, first[offset : offset + origin])
-            )
-            offset += origin
-    except struct.error:
-        raise DecodeError("the table of a batch is cut short") from None
-    if offset != len(first):
+    begin = HEADER_SIZE + _TABLE.size
+    if len(first) < begin:
+        raise DecodeError("the table of a batch is cut short")
+    epoch, number, count, predict_us = _TABLE.unpack_from(first, HEADER_SIZE)
+    end = begin + count * _ENTRY.size
+    if len(first) < end:
+        raise DecodeError("the table of a batch is cut short")
+    entries = list(map(Entry._make, _ENTRY.iter_unpack(first[begin:end])))
+    origins = first[end:]
+    if sum([entry.origin_length for entry in entries]) != len(origins):
         raise DecodeError("the table of a batch does not fill its frame")
-    return Table(epoch, number, entries, predict_us)
+    return Table(epoch, number, entries, predict_us, origins)
 
 
 def join_batch(table: Table, op: Op, messages: Sequence[Sequence[Any]]) -> List[Any]:
     """The frames of a BATCH or RESULT message: table, joined first frames, large buffers."""
-    frames: List[Any] = [table.pack(op), b"".join(m[0] for m in messages)]
+    frames: List[Any] = [table.pack(op), b"".join([message[0] for message in messages])]
     for message in messages:
-        frames.extend(message[1:])
+        if len(message) > 1:
+            frames.extend(message[1:])
     return frames
 
 
@@ -251,19 +243,18 @@ def split_batch(table: Table, frames: Sequence[Any]) -> List[Tuple[Entry, List[A
     joined = frames[1]
     if not isinstance(joined, bytes):
         raise DecodeError("the joined bodies of a batch must be bytes")
-    if sum(e.length for e in table.entries) != len(joined):
-        raise DecodeError("the joined bodies of a batch do not match its table")
-    if sum(e.frames for e in table.entries) != len(frames) - 2:
-        raise DecodeError("the large buffers of a batch do not match its table")
     shards = []
     start, large = 0, 2
     for entry in table.entries:
-        shards.append(
-            (
-                entry,
-                [joined[start : start + entry.length], *frames[large : large + entry.frames]],
-            )
-        )
-        start += entry.length
-        large += entry.frames
+        end = start + entry.length
+        message = [joined[start:end]]
+        start = end
+        if entry.frames:
+            message += frames[large : large + entry.frames]
+            large += entry.frames
+        shards.append((entry, message))
+    if start != len(joined):
+        raise DecodeError("the joined bodies of a batch do not match its table")
+    if large != len(frames):
+        raise DecodeError("the large buffers of a batch do not match its table")
     return shards

@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import re
-from typing import IO, Any, Optional, Sequence
+from typing import IO, Any, Callable, Optional, Sequence
 
 import zmq
 
@@ -146,19 +146,25 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[Any], copied: int = 1) -> b
     return True
 
 
-def send_to(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> None:
-    """Send a message through a ROUTER without waiting for the peer; what is not bytes is not copied.
+def sender(socket: zmq.Socket[bytes]) -> Callable[[bytes, Sequence[Any]], None]:
+    """A function that sends a message through a ROUTER without waiting for the peer.
 
-    Raises:
-        zmq.Again: It does not read, and there is no more room; nothing of the message was sent.
-        zmq.ZMQError: EHOSTUNREACH: it is gone.
+    Its arguments are the peer and the frames; what is not bytes is not copied. It raises `zmq.Again` if
+    the peer does not read and there is no more room, and `zmq.ZMQError` with EHOSTUNREACH if it is gone;
+    then nothing of the message was sent.
     """
-    # MANDATORY refuses at the identity frame or not at all, so no message is left half sent.
-    socket.send(peer, NOBLOCK_SNDMORE)
-    last = len(frames) - 1
-    for index, frame in enumerate(frames):
-        flags = NOBLOCK if index == last else NOBLOCK_SNDMORE
-        socket.send(frame, flags, copy=isinstance(frame, bytes))
+    send = super(zmq.Socket, socket).send  # without what the method adds for other kinds of sockets
+
+    def send_to(peer: bytes, frames: Sequence[Any]) -> None:
+        # MANDATORY refuses at the identity frame or not at all, so no message is left half sent.
+        send(peer, NOBLOCK_SNDMORE)
+        last = len(frames) - 1
+        if last:
+            for frame in frames[:last]:
+                send(frame, NOBLOCK_SNDMORE, isinstance(frame, bytes))
+        send(frames[last], NOBLOCK, isinstance(frames[last], bytes))
+
+    return send_to
 
 
 def _connect(socket: zmq.Socket[bytes], endpoint: str, keys: Optional[Keys]) -> None:
