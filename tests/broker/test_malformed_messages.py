@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from zmqrl.transport.header import HEADER_SIZE, VERSION, Header, Op, Table, join_batch
 
 CLIENT_OPS = [Op.HELLO, Op.INFER, Op.KNOWN, Op.CANCEL, Op.STATUS, Op.REST, Op.BYE]
-WORKER_OPS = [Op.HELLO, Op.READY, Op.RESULT, Op.BYE]
+WORKER_OPS = [Op.HELLO, Op.READY, Op.RESULT, Op.AHEAD, Op.BYE]
 
 
 class Scene:

@@ -5,15 +5,18 @@ The rules, in the order in which they matter:
 1.  A request is the broker's until it is answered. Each one accepted ends in exactly one of: a reply,
     an ERROR, or the loss or the word of its client.
 2.  Late binding: a worker is given a batch only when it says that it is idle, and then the oldest
-    requests for the policy that it serves. READY says so, and RESULT says so with the results. The
-    policies share nothing but the bounds of rule 8: none waits for another.
+    requests for the policy that it serves. READY says so, and RESULT says so with the results. A
+    worker whose batches take no longer than the way to the broker may ask for one batch more when it
+    begins one (AHEAD); it gets it if nobody is idle and half a batch waits. The policies share nothing
+    but the bounds of rule 8: none waits for another.
 3.  A reply counts only from the worker that holds the request's current batch. It goes to the client
     that the *broker* noted for the slot; a worker cannot name another.
 4.  Worker lost, or its batch older than the attempt timeout: its requests return to the head of
-    their queue, with a line in their history. A request whose history has `max_attempts` lines ends in
-    an ERROR that tells it; its last attempt goes alone.
+    their queue, with a line in their history; those of a batch that waits behind another return
+    without. A request whose history has `max_attempts` lines ends in an ERROR that tells it; its last
+    attempt goes alone.
 5.  A READY may cross a dispatch. It names the last batch that its worker received; if READYs a second
-    apart do not know the batch that the worker holds, that batch was lost on the way.
+    apart do not know a batch that the worker holds, that batch was lost on the way.
 6.  Peers are probed through the ROUTER, which refuses a message to a peer that is gone: workers that
     hold work, and clients that a barrier waits for, four times a second; idle workers and silent
     clients now and then.
@@ -107,7 +110,7 @@ class Broker:
                 pool.fail(request, words.error("deadline", pool.explain(request), request.request_id))
         limit = pool.options.attempt_timeout
         for worker in list(pool.workers.values()):
-            if worker.batch is not None and pool.now >= worker.batch.sent + limit:
+            if worker.batch is not None and pool.now >= worker.batch.begun + limit:
                 self._workers.quarantine(worker, f"held it for {limit:g} s (rollout.attempt_timeout_s),")
         self._probe()
 
@@ -121,7 +124,8 @@ class Broker:
         pool = self._pool
         probe = [Header(Op.PROBE).pack()]
         for worker in pool.workers.values():
-            busy = worker.batch is not None and pool.now >= worker.batch.sent + _PROBE_BUSY_AFTER
+            batch = worker.batch
+            busy = batch is not None and pool.now >= batch.begun + _PROBE_BUSY_AFTER
             # Idle workers are probed although they speak: it tells them that the broker is there.
             if busy or pool.now >= worker.probed + _PROBE_SILENT_AFTER:
                 worker.probed = pool.now
@@ -237,7 +241,7 @@ class Broker:
         """The backend could not take the batch for `peer`; its requests wait on, none the worse."""
         worker = self._pool.workers.get(peer)
         if worker is not None:
-            self._workers.take_back(worker, None)
+            self._workers.undelivered(worker)
 
     def stop(self) -> None:
         """Answer everything that is open with an ERROR; there will be no more replies."""
@@ -270,7 +274,7 @@ class Broker:
                     "state": _state_of(worker),
                     "state_s": pool.now - worker.changed,
                     "since_s": pool.now - worker.since,
-                    "shards": 0 if worker.batch is None else len(worker.batch.requests),
+                    "shards": sum(len(batch.requests) for batch in worker.batches.values()),
                 }
                 for worker in pool.workers.values()
             ],
@@ -300,4 +304,4 @@ def _wrong_frames(told: int, came: int) -> str:
 def _state_of(worker: Worker) -> str:
     if worker.quarantined:
         return "stuck"
-    return "idle" if worker.batch is None else "busy"
+    return "busy" if worker.batches else "idle"

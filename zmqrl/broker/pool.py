@@ -60,6 +60,8 @@ class Pool:
         self.open_bytes = 0
         self.idle: dict[bytes, Worker] = {}
         """The workers that wait for work, the longest idle first."""
+        self.ahead: dict[bytes, Worker] = {}
+        """Those that are in their only batch and would take the next one already."""
         self.totals: dict[str, WorkerTotals] = {}
         """By worker name; outlives the worker."""
         self.to_clients: list[tuple[bytes, list[Any]]] = []

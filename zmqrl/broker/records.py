@@ -106,6 +106,8 @@ class Batch:
 
     number: int
     sent: float
+    begun: float
+    """When it was sent, or when the batch before it was done."""
     requests: dict[int, Request]
     """By slot."""
 
@@ -140,11 +142,17 @@ class Worker:
     probed: float = 0.0
     changed: float = 0.0
     """When it last became idle or busy."""
-    batch: Batch | None = None
+    batches: dict[int, Batch] = field(default_factory=dict)
+    """What it holds, by number: the first it computes, one more may wait behind it."""
     quarantined: bool = False
     """Its last batch was taken back because it took too long; over with its next sign of idleness."""
     unaware_since: float | None = None
-    """Since when its READYs do not know the batch that it holds."""
+    """Since when its READYs do not know a batch that it holds."""
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch that it computes."""
+        return next(iter(self.batches.values()), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,9 @@ class Schedule(Protocol):
     def take(self, worker: Worker, now: float) -> list[Request]:
         """The batch that `worker` should run now; empty to let it wait."""
 
+    def is_long(self) -> bool:
+        """Whether so much waits that a worker may take a batch while it is still in one."""
+
     def wake_at(self) -> float | None:
         """When to look again although nothing has arrived; None if there is no such time."""
 
@@ -190,6 +193,10 @@ class SharedQueue:
             self._queue.remove(request)
         return batch
 
+    def is_long(self) -> bool:
+        """Half a batch: what waits behind a batch is not there for others, so few would be too early."""
+        return len(self._queue) * 2 >= self.cap()
+
     def wake_at(self) -> float | None:
         """When the partial batch that is held open must leave."""
         oldest = self._queue.oldest()
@@ -248,6 +255,10 @@ class FixedRanks:
         for request in batch:
             self.remove(request)
         return batch
+
+    def is_long(self) -> bool:
+        """Never: whose envs are all here has a worker of its own, and a barrier would be empty."""
+        return False
 
     def wake_at(self) -> float | None:
         """Never: a barrier opens when a request arrives or an env leaves."""

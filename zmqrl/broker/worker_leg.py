@@ -68,6 +68,8 @@ class WorkerLeg:
                 self._ready(worker, header.request_id)
             elif header.op == Op.RESULT:
                 self._result(worker, message)
+            elif header.op == Op.AHEAD:
+                self._ahead(worker, header.request_id)
             elif header.op == Op.BYE:
                 batch = worker.batch
                 crossed = batch is not None and header.request_id < batch.number
@@ -76,10 +78,10 @@ class WorkerLeg:
                 raise DecodeError(f"op {header.op} has no meaning from a worker")
 
     def forget(self, worker: Worker, why: str | None) -> None:
-        """A worker has left or was lost: what it holds runs elsewhere; `why` as in `take_back`."""
+        """A worker has left or was lost: what it holds runs elsewhere; `why` as in `_take_back`."""
         pool, policy = self._pool, worker.policy
         pool.notes.append(f"{worker.name} {why or 'left'}")
-        self.take_back(worker, why)
+        self._take_all_back(worker, why)
         pool.idle.pop(worker.peer, None)
         del pool.workers[worker.peer]
         policy.peers.remove_worker(worker)
@@ -90,18 +92,30 @@ class WorkerLeg:
         worker.quarantined = True
         worker.policy.peers.changes += 1
         self._pool.notes.append(f"{worker.name} is stuck in a batch; its requests wait for others")
-        self.take_back(worker, why)
+        self._take_all_back(worker, why)
 
-    def take_back(self, worker: Worker, why: str | None) -> None:
-        """Return the open requests of the batch that `worker` holds to the head of their queue.
+    def undelivered(self, worker: Worker) -> None:
+        """The batch that was sent last did not go out; its requests wait on, none the worse."""
+        self._take_back(worker, next(reversed(worker.batches.values()), None), None)
+
+    def _take_all_back(self, worker: Worker, why: str | None) -> None:
+        """Take back what `worker` holds; `why` is about the batch that it computes."""
+        first = worker.batch
+        for batch in reversed(list(worker.batches.values())):
+            self._take_back(worker, batch, why if batch is first else None)
+
+    def _take_back(self, worker: Worker, batch: Batch | None, why: str | None) -> None:
+        """Return the open requests of a batch that `worker` holds to the head of their queue.
 
         Args:
-            worker: Who holds them, if anything.
+            worker: Who holds them.
+            batch: Which; None for none.
             why: Ends the sentence "NAME …" in their history; None if the attempt does not count.
         """
-        batch, worker.batch = worker.batch, None
         if batch is None:
             return
+        del worker.batches[batch.number]
+        self._pool.ahead.pop(worker.peer, None)
         back = []
         for request in batch.requests.values():
             if request.state is not RUNNING:
@@ -113,14 +127,19 @@ class WorkerLeg:
 
     def dispatch(self) -> None:
         """Give waiting requests to idle workers of their policy, the longest idle first."""
-        for worker in list(self._pool.idle.values()):
-            requests = worker.policy.schedule.take(worker, self._pool.now)
+        pool = self._pool
+        for worker in list(pool.idle.values()):
+            requests = worker.policy.schedule.take(worker, pool.now)
             if requests:
+                self._send_batch(worker, requests)
+        for worker in list(pool.ahead.values()):
+            schedule = worker.policy.schedule
+            if schedule.is_long() and (requests := schedule.take(worker, pool.now)):
                 self._send_batch(worker, requests)
 
     def _has_another_attempt(self, request: Request, worker: Worker, why: str, batch: Batch) -> bool:
         pool = self._pool
-        line = f"{worker.name} {why} after {pool.now - batch.sent:.1f} s"
+        line = f"{worker.name} {why} after {pool.now - batch.begun:.1f} s"
         request.history = (*request.history, line)
         request.avoid |= {worker.name}
         if len(request.history) < pool.options.limits.max_attempts:
@@ -138,7 +157,7 @@ class WorkerLeg:
             raise DecodeError(f"HELLO: this worker serves {known.policy}; open a new socket for another")
         policy = pool.policies.named(hello.policy)
         if known is not None:
-            self.take_back(known, "registered again")
+            self._take_all_back(known, "registered again")
         else:
             self._forget_old_totals(hello.name)
             pool.workers[peer] = worker = Worker(
@@ -171,22 +190,29 @@ class WorkerLeg:
                 del totals[oldest]
 
     def _ready(self, worker: Worker, number: int) -> None:
-        batch = worker.batch
-        if batch is not None and number < batch.number:
-            if worker.unaware_since is None:
+        for batch in reversed(list(worker.batches.values())):
+            if number >= batch.number:
+                self._take_back(worker, batch, "lost its result")
+            elif worker.unaware_since is None:
                 worker.unaware_since = self._pool.now  # this READY may have crossed the batch
-                return
-            if self._pool.now < worker.unaware_since + _UNAWARE_FOR:
-                return
-        if batch is not None:
-            self.take_back(worker, "never got it" if number < batch.number else "lost its result")
-        self._set_idle(worker)
+            elif self._pool.now >= worker.unaware_since + _UNAWARE_FOR:
+                self._take_back(worker, batch, "never got it")
+        if not worker.batches:
+            self._set_idle(worker)
+
+    def _ahead(self, worker: Worker, number: int) -> None:
+        """A worker begins a batch, and takes the next one already."""
+        if list(worker.batches) == [number]:
+            self._pool.ahead[worker.peer] = worker
 
     def _result(self, worker: Worker, message: list[Any]) -> None:
         pool, batch = self._pool, worker.batch
         try:
             epoch, number, count = unpack_table_head(message[0])
-            if batch is not None and (epoch, number) == (pool.epoch, batch.number):
+            if epoch == pool.epoch and number in worker.batches:
+                if batch is not None and batch.number != number:
+                    self._take_back(worker, batch, "lost its result")
+                batch = worker.batches[number]
                 if count > len(batch.requests):
                     raise DecodeError("a result has more entries than its batch")
                 self._answer(worker, batch, unpack_table(message[0]), message)
@@ -195,11 +221,18 @@ class WorkerLeg:
                 if batch is not None and epoch == pool.epoch and number < batch.number:
                     return  # the batch was held up on the way; the one that the worker holds comes next
         except DecodeError:
-            self.take_back(worker, "gave no valid result for it")
-            self._set_idle(worker)
+            self._take_back(worker, batch, "gave no valid result for it")
+            self._begin_next(worker)
             raise
-        self.take_back(worker, "left it out of its result")
-        self._set_idle(worker)
+        self._take_back(worker, batch, "left it out of its result")
+        self._begin_next(worker)
+
+    def _begin_next(self, worker: Worker) -> None:
+        """A worker is done with a batch: it begins the one that waits behind it, or is idle."""
+        if worker.batch is None:
+            self._set_idle(worker)
+        else:
+            worker.batch.begun = self._pool.now
 
     def _answer(self, worker: Worker, batch: Batch, table: Table, message: list[Any]) -> None:
         pool, totals, counters = self._pool, worker.totals, self._pool.counters
@@ -244,10 +277,15 @@ class WorkerLeg:
 
     def _send_batch(self, worker: Worker, requests: list[Request]) -> None:
         pool, now = self._pool, self._pool.now
-        del pool.idle[worker.peer]
-        batch = Batch(self._next_batch, now, {request.slot: request for request in requests})
+        if worker.batches:
+            del pool.ahead[worker.peer]
+        else:
+            del pool.idle[worker.peer]
+            worker.changed = now
+        batch = Batch(self._next_batch, now, now, {request.slot: request for request in requests})
         self._next_batch += 1
-        worker.batch, worker.changed, worker.unaware_since = batch, now, None
+        worker.batches[batch.number] = batch
+        worker.unaware_since = None
         entries, messages, origins = [], [], []
         for request in requests:
             request.state = RUNNING

@@ -20,6 +20,9 @@ class RolloutConfig(Section):
     rollout_queue_size: int = Field(0, ge=0, description="most requests a batch; 0: ceil(env / rollout)")
     max_batch_rows: int = Field(0, ge=0, description="most observations a batch; 0: no limit")
     max_wait_ms: float = Field(0.0, ge=0, le=60_000, description="holds a partial batch open")
+    prefetch: bool | Literal["auto"] = Field(
+        "auto", description="ask for a batch before the last is done; auto: if batches are short"
+    )
     attempt_timeout_s: PositiveSeconds = Field(60.0, description="for one batch, then others take it")
     max_attempts: int = Field(3, ge=1, le=100, description="workers that a request may be lost with")
     device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: a GPU if there is one")

@@ -17,6 +17,7 @@ import zmq
 from zmqrl.errors import DecodeError, PolicyOutputError, StartupFailed, VersionMismatch
 from zmqrl.rollout.batching import check_output, merge, split
 from zmqrl.rollout.policy import Policy
+from zmqrl.rollout.prefetch import Prefetch
 from zmqrl.rollout.versions import PolicyVersions
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE, Encoded, decode, decode_meta, encode, encode_meta
@@ -80,6 +81,8 @@ class RolloutWorker:
         endpoint: The broker's backend.
         name: Names the worker in status and history.
         serves: The name of the policy; empty for the pool's own.
+        prefetch: Whether it asks for one batch more when it begins one; None if that depends on whether
+            a batch takes about as long as the way to the broker and back.
         rank: Its number among the rollout workers; normal mode binds env ranks by it.
         world_size: The number of rollout workers, with `rank`.
         max_message_mb: Mebibytes; as the broker's. A larger reply becomes an error.
@@ -94,6 +97,7 @@ class RolloutWorker:
         *,
         name: str,
         serves: str = "",
+        prefetch: bool | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         max_message_mb: int = sockets.MAX_MESSAGE_MB,
@@ -120,6 +124,7 @@ class RolloutWorker:
         self._suspicion = Suspicion(endpoint, keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._number = 0  # of the last batch received
+        self._prefetch = Prefetch(prefetch)
         self._predict_s = 0.0  # spent in the policy for the batch in hand
         self._epoch: Any = None  # of the broker that knows this worker
         self._failures = _Failures()
@@ -217,6 +222,8 @@ class RolloutWorker:
     def _batch(self, frames: list[Any]) -> None:
         table = unpack_table(frames[0])
         self._number = table.number
+        if self._prefetch.begin():
+            self._send([Header(Op.AHEAD, request_id=table.number).pack()])
         self._versions.refresh()
         replies: dict[int, list[Any]] = {}
         groups: dict[tuple[int, int], list[_Shard]] = {}
@@ -245,6 +252,7 @@ class RolloutWorker:
             entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin_length=0))
         result = Table(table.epoch, table.number, entries, _microseconds(self._predict_s))
         self._send(join_batch(result, Op.RESULT, [replies[entry.slot] for entry in entries]))
+        self._prefetch.end()
 
     def _answer(self, shards: Sequence[_Shard]) -> dict[int, list[Any]]:
         """The replies, by slot, for shards of one structure that ask for one version."""

@@ -47,6 +47,7 @@ class Op(IntEnum):
     READY = 32  # the worker is idle; `number` is the last batch that it received
     BATCH = 33  # shards to run
     RESULT = 34  # their replies; the worker is idle again
+    AHEAD = 35  # the worker begins the batch in the request id, and would take the next one already
 
     # Learner leg
     TRAJECTORY = 48  # steps of a shard; the request id is its number, from 1, in its sender's life

@@ -1,0 +1,50 @@
+"""Whether a rollout worker asks for its next batch before it has done the one in hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_ROUND_TRIPS = 10.0
+"""A batch of more round trips than this gains little from a next one that is there already, and what is
+there cannot be taken by another worker."""
+
+_SHARE = 0.1
+"""What the latest batch counts in the mean duration of a batch."""
+
+
+class Prefetch:
+    """Decides, batch by batch, from how long batches and the way to the broker take.
+
+    Args:
+        fixed: What it decides, whatever they take; None to measure.
+        clock: Seconds.
+    """
+
+    def __init__(self, fixed: bool | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fixed = fixed
+        self._clock = clock
+        self._ended: float | None = None
+        self._began = 0.0
+        self._asked = False
+        self._round_trip = float("inf")
+        """Seconds from a result to the next batch: the least that was seen without asking ahead."""
+        self._batch: float | None = None
+        """Seconds that a batch takes, in the mean."""
+
+    def begin(self) -> bool:
+        """A batch has come: whether to ask for the next one now."""
+        self._began = self._clock()
+        if self._ended is not None and not self._asked:
+            self._round_trip = min(self._round_trip, self._began - self._ended)
+        self._asked = self._is_worth_it() if self._fixed is None else self._fixed
+        return self._asked
+
+    def end(self) -> None:
+        """The batch has been answered."""
+        self._ended = self._clock()
+        took = self._ended - self._began
+        self._batch = took if self._batch is None else self._batch + _SHARE * (took - self._batch)
+
+    def _is_worth_it(self) -> bool:
+        return self._batch is not None and self._batch < _ROUND_TRIPS * self._round_trip
