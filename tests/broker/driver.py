@@ -229,6 +229,10 @@ class FakeWorker:
             number = self.batches[-1].number if self.batches else 0
         self.send([Header(Op.READY, request_id=number).pack()])
 
+    def ahead(self, number=None):
+        """It begins its last batch, and takes the next one already."""
+        self.send([Header(Op.AHEAD, request_id=number or self.batch.number).pack()])
+
     def answer(self, batch=None, **result):
         self.send((batch or self.batch).result(**result))
 

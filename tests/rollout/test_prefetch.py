@@ -1,0 +1,59 @@
+import pytest
+
+from zmqrl.rollout.prefetch import Prefetch
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self):
+        return self.now
+
+
+def decisions(batch_s, gap_s, batches=40, fixed=None):
+    """What is decided at the beginning of each batch, if each takes `batch_s` and the next `gap_s`."""
+    clock = Clock()
+    prefetch = Prefetch(fixed, clock)
+    decided = []
+    for _ in range(batches):
+        decided.append(prefetch.begin())
+        clock.now += batch_s
+        prefetch.end()
+        clock.now += 0.0 if decided[-1] else gap_s
+    return decided
+
+
+def test_batches_as_short_as_the_way_to_the_broker_are_asked_for_early():
+    assert decisions(batch_s=0.0005, gap_s=0.0002)[1:] == [True] * 39
+
+
+def test_long_batches_are_not():
+    assert not any(decisions(batch_s=0.06, gap_s=0.0002))
+
+
+def test_an_idle_pool_does_not_look_like_a_long_way():
+    clock = Clock()
+    prefetch = Prefetch(None, clock)
+    for gap_s in [0.0002] + [5.0] * 10:
+        assert not prefetch.begin()
+        clock.now += 0.06
+        prefetch.end()
+        clock.now += gap_s
+
+
+def test_it_stops_when_batches_become_long():
+    clock = Clock()
+    prefetch = Prefetch(None, clock)
+    decided = []
+    for batch_s in [0.0005] * 5 + [0.06] * 5:
+        decided.append(prefetch.begin())
+        clock.now += batch_s
+        prefetch.end()
+        clock.now += 0.0 if decided[-1] else 0.0002
+    assert decided[1:6] == [True] * 5
+    assert not any(decided[7:])
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_fixed_choice_is_kept(fixed):
+    assert set(decisions(0.06, 0.0002, fixed=fixed)) == {fixed}
