@@ -145,7 +145,7 @@ def _start_broker(options: argparse.Namespace) -> int:
         limits=Limits(
             queue_size=rollout.rollout_queue_size,
             max_rows=rollout.max_batch_rows,
-            max_wait=rollout.max_wait_ms / 1000,
+            max_wait=None if rollout.max_wait_ms is None else rollout.max_wait_ms / 1000,
             max_attempts=rollout.max_attempts,
             max_joined=broker.max_message_mb << 20,
         ),
@@ -197,7 +197,7 @@ def _start_rollout_worker(options: argparse.Namespace) -> int:
         world_size=None if options.rank is None else loaded.rollout_workers,
         max_message_mb=loaded.broker.max_message_mb,
         heartbeat_s=loaded.broker.heartbeat_timeout_s,
-        prefetch=None if loaded.rollout.prefetch == "auto" else loaded.rollout.prefetch,
+        prefetch=loaded.rollout.prefetch,
         keys=loaded.security.keys_of("worker"),
     )
     what = loaded.rollout.policy or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
@@ -235,7 +235,7 @@ def _start_reward_worker(options: argparse.Namespace) -> int:
         serves=REWARD,
         max_message_mb=loaded.broker.max_message_mb,
         heartbeat_s=loaded.broker.heartbeat_timeout_s,
-        prefetch=None if loaded.rollout.prefetch == "auto" else loaded.rollout.prefetch,
+        prefetch=loaded.rollout.prefetch,
         keys=loaded.security.keys_of("worker"),
     )
     log.info("the reward model %s is loaded%s", loaded.reward.model, threads)

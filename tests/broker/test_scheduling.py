@@ -214,3 +214,29 @@ def test_a_batch_holds_no_more_bytes_than_one_frame_may_have():
     worker.answer()
     pool.turn()
     assert worker.who[-1] == ["a3"]
+
+
+def test_an_automatic_max_wait_is_a_tenth_of_what_batches_take():
+    pool = Pool(queue_size=4, max_wait=None)
+    client, worker = pool.client("a"), pool.worker("w")
+    client.ask()
+    pool.turn()
+    assert worker.who == [["a1"]]  # nothing is known of this pool yet
+    for number in range(2, 60):
+        pool.turn(1.0)  # each batch takes a second
+        worker.answer()
+        client.ask()
+        pool.turn()
+        if len(worker.who) < number:  # it is held open
+            pool.turn(0.11)
+        assert len(worker.who) == number
+    worker.answer()
+    client.ask()
+    pool.turn()
+    assert len(worker.who) == 59
+    pool.turn(0.08)
+    client.ask()
+    pool.turn()
+    assert len(worker.who) == 59
+    pool.turn(0.03)
+    assert worker.who[59:] == [["a60", "a61"]]

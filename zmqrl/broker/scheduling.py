@@ -10,6 +10,13 @@ from typing import Protocol
 
 from zmqrl.broker.records import Client, Request, Worker
 
+_AUTO_WAIT = 0.1
+"""The share of a batch's duration for which a partial one is held open: clients whose replies came
+together ask again together, within a moment; the first of them should not go alone."""
+
+_SHARE = 0.1
+"""What the latest batch counts in the mean duration of a batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -19,8 +26,9 @@ class Limits:
     """Shards; 0 means ceil(clients / workers) of a policy, counted from those connected now."""
     max_rows: int = 0
     """Rows; 0 means no limit."""
-    max_wait: float = 0.0
-    """Seconds that a partial batch may be held open, from its oldest request's arrival."""
+    max_wait: float | None = 0.0
+    """Seconds that a partial batch may be held open, from its oldest request's arrival; None for a share
+    of what batches take."""
     max_attempts: int = 3
     max_joined: int = 256 << 20
     """Bytes of the first frames, which travel as one: a larger frame would cut the worker off."""
@@ -82,6 +90,9 @@ class Schedule(Protocol):
 
     def take(self, worker: Worker, now: float) -> list[Request]:
         """The batch that `worker` should run now; empty to let it wait."""
+
+    def took(self, seconds: float) -> None:
+        """A batch has taken so long."""
 
     def is_long(self) -> bool:
         """Whether so much waits that a worker may take a batch while it is still in one."""
@@ -168,6 +179,7 @@ class SharedQueue:
         self._limits = limits
         self._several = several
         self._queue = _Queue()
+        self._batch_s = 0.0  # that a batch takes, in the mean
         self.add = self._queue.add
         self.put_back = self._queue.put_back
         self.remove = self._queue.remove
@@ -193,6 +205,10 @@ class SharedQueue:
             self._queue.remove(request)
         return batch
 
+    def took(self, seconds: float) -> None:
+        """Bring the mean duration of a batch up to date."""
+        self._batch_s += _SHARE * (seconds - self._batch_s)
+
     def is_long(self) -> bool:
         """Half a batch: what waits behind a batch is not there for others, so few would be too early."""
         return len(self._queue) * 2 >= self.cap()
@@ -200,10 +216,14 @@ class SharedQueue:
     def wake_at(self) -> float | None:
         """When the partial batch that is held open must leave."""
         oldest = self._queue.oldest()
-        return None if oldest is None else oldest.arrived + self._limits.max_wait
+        return None if oldest is None else oldest.arrived + self._max_wait()
+
+    def _max_wait(self) -> float:
+        fixed = self._limits.max_wait
+        return _AUTO_WAIT * self._batch_s if fixed is None else fixed
 
     def _is_held_open(self, oldest: Request, now: float) -> bool:
-        if oldest.history or now >= oldest.arrived + self._limits.max_wait:
+        if oldest.history or now >= oldest.arrived + self._max_wait():
             return False
         full = len(self._queue) >= self.cap()
         return not full and not 0 < self._limits.max_rows <= self._queue.rows
@@ -255,6 +275,9 @@ class FixedRanks:
         for request in batch:
             self.remove(request)
         return batch
+
+    def took(self, seconds: float) -> None:
+        """Of no matter here: a barrier waits for all, however long it takes."""
 
     def is_long(self) -> bool:
         """Never: whose envs are all here has a worker of its own, and a barrier would be empty."""

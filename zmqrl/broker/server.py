@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 _RESULT_FRAMES = 1 << 20
 """Frames that a worker's message may have: those of all replies of a batch."""
 
+_POLL_STEP = 0.001
+_SHORT_STEP = 0.0001
+"""Seconds: what a poll can wait at least, and the looks of a broker that waits for less."""
+
 _BURST = 256
 """Messages read from one socket before the other, and the timers, have their turn."""
 
@@ -95,7 +99,7 @@ class BrokerServer:
         memory = Memory()
         try:
             while not stopping():
-                ready = dict(poller.poll(1 + int(core.timeout() * 1000)))
+                ready = _wait(poller, core.timeout())
                 core.advance(time.monotonic())
                 # Results first: they free workers for what the frontend brings.
                 if self._backend in ready:
@@ -216,6 +220,15 @@ class BrokerServer:
             for peer in lost:
                 core.worker_unreachable(peer)
         return bool(lost) or lost_clients
+
+
+def _wait(poller: zmq.Poller, seconds: float) -> dict[Any, int]:
+    """The sockets that have something to read, at the latest after so many seconds."""
+    if seconds >= _POLL_STEP:
+        return dict(poller.poll(1 + int(seconds * 1000)))
+    # A batch is held open for less than poll() can wait.
+    time.sleep(min(max(seconds, 0.0), _SHORT_STEP))
+    return dict(poller.poll(0))
 
 
 def _key_of(first: zmq.Frame, door: Door) -> str | None:

@@ -237,6 +237,7 @@ class WorkerLeg:
     def _answer(self, worker: Worker, batch: Batch, table: Table, message: list[Any]) -> None:
         pool, totals, counters = self._pool, worker.totals, self._pool.counters
         shards = split_batch(table, message)
+        worker.policy.schedule.took(pool.now - batch.begun)
         totals.batches += 1
         totals.predict_s += table.predict_us / 1e6
         counters.batches += 1

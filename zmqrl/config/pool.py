@@ -19,14 +19,24 @@ class RolloutConfig(Section):
     policy_kwargs: dict[str, Any] = Field(default_factory=dict, description="for the factory")
     rollout_queue_size: int = Field(0, ge=0, description="most requests a batch; 0: ceil(env / rollout)")
     max_batch_rows: int = Field(0, ge=0, description="most observations a batch; 0: no limit")
-    max_wait_ms: float = Field(0.0, ge=0, le=60_000, description="holds a partial batch open")
-    prefetch: bool | Literal["auto"] = Field(
-        "auto", description="ask for a batch before the last is done; auto: if batches are short"
+    max_wait_ms: float | None = Field(
+        0.0,
+        ge=0,
+        le=60_000,
+        description="holds a partial batch open; auto: a tenth of what batches take",
+    )
+    prefetch: bool | None = Field(
+        None, description="ask for a batch before the last is done; auto (null): if batches are short"
     )
     attempt_timeout_s: PositiveSeconds = Field(60.0, description="for one batch, then others take it")
     max_attempts: int = Field(3, ge=1, le=100, description="workers that a request may be lost with")
     device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: a GPU if there is one")
     torch_threads: int = Field(1, ge=1, description="of each rollout worker")
+
+    @field_validator("max_wait_ms", "prefetch", mode="before")
+    @classmethod
+    def _auto_is_none(cls, value: object) -> object:
+        return None if value == "auto" else value
 
 
 class BrokerConfig(Section):
