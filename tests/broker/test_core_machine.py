@@ -51,6 +51,10 @@ class ModelWorker:
     number: int = 0
     """Of the last batch that it received."""
     holding: ReceivedBatch | None = None
+    parked: ReceivedBatch | None = None
+    """Has come while it held another."""
+    asked: bool = False
+    """It takes one more behind the one that it holds."""
     may_cross_until: float = 0.0
     free: bool = False
     """It has said that it is idle since it last held a batch."""
@@ -187,8 +191,28 @@ class PoolMachine(RuleBasedStateMachine):
         self.workers.append(ModelWorker(fake, policy, free=ready))
 
     def says_ready(self, worker):
-        worker.holding, worker.free = None, True
+        worker.holding, worker.parked, worker.free = None, None, True
         worker.fake.ready(worker.number)
+
+    def begin(self, worker, batch):
+        """It has read a batch."""
+        worker.number, worker.free, worker.holding, worker.asked = batch.number, False, batch, False
+        worker.may_cross_until = self.now + 1.0
+
+    def end(self, worker):
+        """It is done with the batch that it holds."""
+        worker.holding, worker.free, worker.asked = None, True, False
+        if worker.parked:
+            self.begin(worker, worker.parked)
+            worker.parked = None
+
+    @precondition(lambda self: any(w.holding for w in self.workers))
+    @rule(pick=st.integers(0, 99))
+    def worker_asks_ahead(self, pick):
+        worker = self.some(pick, (w for w in self.workers if w.holding))
+        if not worker.parked:
+            worker.asked = True
+            worker.fake.ahead(worker.holding.number)
 
     @precondition(lambda self: any(w.holding is None for w in self.workers))
     @rule(pick=st.integers(0, 99))
@@ -197,8 +221,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(w.holding for w in self.workers))
     @rule(pick=st.integers(0, 99))
-    def result_is_lost_and_the_worker_says_ready(self, pick):
-        self.says_ready(self.some(pick, (w for w in self.workers if w.holding)))
+    def result_is_lost(self, pick):
+        worker = self.some(pick, (w for w in self.workers if w.holding))
+        self.end(worker)
+        if not worker.holding:
+            self.says_ready(worker)
 
     @precondition(lambda self: any(w.holding for w in self.workers))
     @rule(pick=st.integers(0, 99))
@@ -242,7 +269,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.send_result(worker, bad_result(worker.holding, how))
 
     def send_result(self, worker, message):
-        worker.holding, worker.free = None, True
+        self.end(worker)
         worker.fake.send(message)
 
     @precondition(lambda self: self.workers)
@@ -313,11 +340,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.lost_batches.clear()
         for worker in self.workers:
             for batch in worker.fake.batches[worker.seen :]:
-                assert worker.free, "a batch for a worker that has not said that it is idle"
-                assert worker.holding is None
                 worker.seen += 1
-                worker.number, worker.free, worker.holding = batch.number, False, batch
-                worker.may_cross_until = self.now + 1.0
+                if worker.holding:
+                    assert worker.asked, "a batch for a worker that is busy and has not asked for it"
+                    assert self.decoupled or worker.policy, "a batch ahead in normal mode"
+                    worker.asked, worker.parked = False, batch
+                else:
+                    assert worker.free, "a batch for a worker that has not said that it is idle"
+                    self.begin(worker, batch)
                 self.check_batch(worker.policy, batch)
         names = {row["name"] for row in self.pool.status["clients"]}
         for client in self.all_clients:
