@@ -53,6 +53,8 @@ class ModelWorker:
     holding: ReceivedBatch | None = None
     parked: ReceivedBatch | None = None
     """Has come while it held another."""
+    eager: bool = False
+    """It asks for one batch more whenever it begins one."""
     asked: bool = False
     """It takes one more behind the one that it holds."""
     may_cross_until: float = 0.0
@@ -183,12 +185,12 @@ class PoolMachine(RuleBasedStateMachine):
     # -- Workers
 
     @precondition(lambda self: len(self.workers) < MOST_WORKERS)
-    @rule(rank=st.integers(0, 2), policy=POLICY, ready=st.booleans())
-    def worker_joins(self, rank, policy, ready):
+    @rule(rank=st.integers(0, 2), policy=POLICY, ready=st.booleans(), eager=st.booleans())
+    def worker_joins(self, rank, policy, ready, eager):
         hello = {"policy": policy, "rank": rank, "world_size": 3}
         fake = self.pool.worker(f"w{policy}{rank}", ready=ready, **hello)
         self.served[fake.peer] = policy
-        self.workers.append(ModelWorker(fake, policy, free=ready))
+        self.workers.append(ModelWorker(fake, policy, free=ready, eager=eager))
 
     def says_ready(self, worker):
         worker.holding, worker.parked, worker.free = None, None, True
@@ -196,8 +198,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     def begin(self, worker, batch):
         """It has read a batch."""
-        worker.number, worker.free, worker.holding, worker.asked = batch.number, False, batch, False
+        worker.number, worker.free, worker.holding = batch.number, False, batch
         worker.may_cross_until = self.now + 1.0
+        worker.asked = worker.eager
+        if worker.eager:
+            worker.fake.ahead(batch.number)
 
     def end(self, worker):
         """It is done with the batch that it holds."""
@@ -205,14 +210,6 @@ class PoolMachine(RuleBasedStateMachine):
         if worker.parked:
             self.begin(worker, worker.parked)
             worker.parked = None
-
-    @precondition(lambda self: any(w.holding for w in self.workers))
-    @rule(pick=st.integers(0, 99))
-    def worker_asks_ahead(self, pick):
-        worker = self.some(pick, (w for w in self.workers if w.holding))
-        if not worker.parked:
-            worker.asked = True
-            worker.fake.ahead(worker.holding.number)
 
     @precondition(lambda self: any(w.holding is None for w in self.workers))
     @rule(pick=st.integers(0, 99))
