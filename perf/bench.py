@@ -23,6 +23,7 @@ from rows import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BENCHES = (
+    "latency",
     "throughput",
     "faults",
     "soak",

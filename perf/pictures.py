@@ -53,3 +53,25 @@ def save(canvas: Figure, path: Path) -> None:
     """Write a PNG, and say so."""
     canvas.savefig(path, dpi=110)
     print(f"drawn: {path}")
+
+
+def bars(axes: Any, heights: dict[str, list[float | None]], groups: list[str]) -> None:
+    """Groups of bars, one for each case, each with its height above it."""
+    width = 0.8 / max(1, len(heights))
+    for index, (case, values) in enumerate(heights.items()):
+        left = [group + (index - (len(heights) - 1) / 2) * width for group in range(len(groups))]
+        drawn = axes.bar(
+            left, [value or 0 for value in values], width, color=colour_of(case), label=case
+        )
+        texts = ["" if value is None else f"{value:.3g}" for value in values]
+        axes.bar_label(drawn, texts, fontsize=6, rotation=90, padding=2)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.margins(y=0.15)
+
+
+def size_text(payload_bytes: int) -> str:
+    """A size in words: `200 KB`."""
+    for unit, name in ((10**6, "MB"), (10**3, "KB")):
+        if payload_bytes >= unit:
+            return f"{payload_bytes / unit:g} {name}"
+    return f"{payload_bytes} B"
