@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 BENCHES = (
     "latency",
     "throughput",
+    "scale",
     "faults",
     "soak",
     "fuzz",

@@ -1,8 +1,8 @@
 """The cases that the benches of speed compare: what is between a client and its answer.
 
-All are real processes on real sockets, with one echo worker unless a bench wants more. The client process
-is the same program, `crowd`, for each. Everything of a case runs from `start` to the end of the bench, and
-costs next to nothing while another one is measured.
+All are real processes on real sockets, with one echo worker unless a bench wants more. The client
+process is the same program, `crowd`, for each. Everything of a case runs from `start` to the end of the
+bench, and costs next to nothing while another one is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES = {
     "direct_echo": "no broker: a ROUTER that answers",
     "c_proxy": "libzmq's own zmq.proxy",
     "textbook_broker": "the least-recently-used queue of the ZeroMQ guide, in Python",
-    "zmqrl_raw": "the broker of bin/start-broker, with peers that do as little as its protocol lets them",
+    "zmqrl_raw": "the broker of bin/start-broker, and peers that do as little as its protocol lets them",
     "zmqrl": "PolicyClient, the broker of bin/start-broker, and a RolloutWorker with a trivial policy",
     "zmqrl_raw_curve": "as zmqrl_raw, encrypted",
 }
@@ -59,7 +59,7 @@ class Middle:
     crowds: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def measure(
-        self, clients: int, payload: int, seconds: float, warm_s: float = 0.2, think_s: float = 0.0
+        self, clients: int, payload: int, seconds: float, warm_s: float = 0.2, every_s: float = 0.0
     ) -> dict[str, float]:
         """Let the clients ask.
 
@@ -68,20 +68,23 @@ class Middle:
             payload: Bytes of a request.
             seconds: Of asking that are counted.
             warm_s: Seconds of asking before that.
-            think_s: Seconds, in the mean, between an answer and a client's next request.
+            every_s: Seconds, in the mean, from a client's request to its next; 0: it asks when answered.
 
         Returns:
-            `requests_per_s`; `p50_us`, `p99_us` and `p999_us` of the worst client process; `fairness`, of
-            the worst client: its requests, of the mean of all; `broker_rss`, bytes; and CPU microseconds
-            for a request of `broker` (main thread), `io` (its other threads), `worker` and `client`.
+            `requests_per_s`; `p50_us`, `p99_us` and `p999_us` of the worst client process; `fairness`: the
+            requests of the client that had the fewest, of the mean of all; bytes of memory of
+            the broker, `connected_rss` when each client has had one answer and `broker_rss` at the end; and
+            CPU microseconds for a request, of `broker` (its main thread), `io` (its other threads),
+            `worker` and `client`.
         """
-        order = {"payload": payload, "seconds": seconds, "warm_s": warm_s, "think_s": think_s}
+        order = {"payload": payload, "seconds": seconds, "warm_s": warm_s, "every_s": every_s}
         count = len(self.crowds)
         for number, crowd in enumerate(self.crowds):
             share = clients // count + (number < clients % count)
             self._tell(crowd, json.dumps({**order, "clients": share}))
         for crowd in self.crowds:
             self._hear(crowd, "ready")
+        connected_rss = float(_rss(self.broker.pid))
         for crowd in self.crowds:
             self._tell(crowd, "go")
         for crowd in self.crowds:
@@ -96,6 +99,7 @@ class Middle:
             "requests_per_s": sum(one["answered"] / one["seconds"] for one in told),
             **{key: max(one[key] for one in told) for key in ("p50_us", "p99_us", "p999_us")},
             "fairness": min(one["least"] for one in told) * clients / answered,
+            "connected_rss": connected_rss,
             "broker_rss": float(_rss(self.broker.pid)),
             **{key: 1e6 * cpu_s / answered for key, cpu_s in spent.items()},
         }

@@ -9,8 +9,8 @@ Clients in a closed loop, each with one request open, all in this one thread. FO
 * `policy`: a PolicyClient; its observation is an array of `payload` bytes, as are the actions.
 
 It reads orders from its standard input, a line of JSON each: `clients`, `payload`, `seconds`, `warm_s`
-(before anything is counted), and `think_s`: the mean of the random time that a client takes before it
-asks again. It connects them, prints `ready`, and waits for a line; it prints `begin` when it begins to
+(before anything is counted), and `every_s`: if above 0, the mean of the random time from a client's
+request to its next, unless the answer takes longer. It connects them, prints `ready`, and waits for a line; it prints `begin` when it begins to
 count, and then what it counted, as JSON.
 """
 
@@ -37,6 +37,7 @@ from zmqrl.transport.header import Header, Op
 # Plain ints, see zmqrl.transport.sockets.
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_REPLY = int(Op.REPLY)
 
 _PATIENCE = 20.0
 """Seconds without any answer after which the bench is given up."""
@@ -58,6 +59,7 @@ class Bare:
         self.socket = dealer(endpoint, "client", keys)
         self.socket.setsockopt(zmq.RCVTIMEO, int(1000 * _PATIENCE))
         self.asked = 0.0
+        self.due = 0.0
         self.answered = 0
         self._number = 0
         self._id = b""
@@ -137,7 +139,7 @@ class Raw(Bare):
         self.socket.close(1000)
 
     def _is_answer(self, first: bytes) -> bool:
-        if first[_ID] == self._id and first[5] == Op.REPLY:
+        if first[_ID] == self._id and first[5] == _REPLY:
             return True
         if first[5] not in (Op.WELCOME, Op.PROBE):
             sys.exit(f"request {self._number} got {Op(first[5]).name}")
@@ -152,6 +154,7 @@ class Policy:
         # One thread waits for all of the crowd, for which there is no public way.
         self.socket = self._client._connection._socket
         self.asked = 0.0
+        self.due = 0.0
         self.answered = 0
         self._observation = {"x": np.zeros((1, payload), np.uint8)}
 
@@ -181,9 +184,9 @@ FORMS: dict[str, Any] = {"bare": Bare, "raw": Raw, "policy": Policy}
 class Crowd:
     """Some clients, and what they have counted."""
 
-    def __init__(self, clients: list[Any], think_s: float) -> None:
+    def __init__(self, clients: list[Any], every_s: float) -> None:
         self._clients = clients
-        self._think_s = think_s
+        self._every_s = every_s
         self._due: list[tuple[float, int, Any]] = []
         self.times: list[float] = []
         self._poll = select.epoll()
@@ -193,22 +196,22 @@ class Crowd:
             self._poll.register(file, select.EPOLLIN)
 
     def begin(self) -> None:
-        """Let all ask; with a time to think, spread over it."""
+        """Let all ask; with time between requests, spread over it."""
         now = time.perf_counter()
-        for number, client in enumerate(self._clients):
-            if self._think_s:
-                heapq.heappush(self._due, (now + random.random() * self._think_s, number, client))
+        for client in self._clients:
+            if self._every_s:
+                self._plan(client, now + random.random() * self._every_s)
             else:
                 self._ask(client)
 
     def serve(self, seconds: float) -> float:
-        """Ask as fast as answers and thoughts come; returns the seconds that it took."""
+        """Ask as fast as answers come, or when it is time; returns the seconds that it took."""
         self.times = []
         for client in self._clients:
             client.answered = 0
         begin = heard = time.perf_counter()
         now, answered = begin, 0
-        if len(self._clients) == 1 and not self._think_s:
+        if len(self._clients) == 1 and not self._every_s:
             client = self._clients[0]
             while now < begin + seconds:
                 client.wait()
@@ -236,6 +239,11 @@ class Crowd:
         for client in self._clients:
             client.close()
 
+    def _plan(self, client: Any, due: float) -> None:
+        """Let a client ask at some time, not at once."""
+        client.due = due
+        heapq.heappush(self._due, (due, id(client), client))
+
     def _ask(self, client: Any) -> None:
         client.ask()
         # Its file tells of what comes from now on; a send reads, and so hides, what has come already.
@@ -249,9 +257,9 @@ class Crowd:
             now = time.perf_counter()
             self.times.append(now - client.asked)
             client.answered += 1
-            if self._think_s:
-                due = now + random.uniform(0.5, 1.5) * self._think_s
-                heapq.heappush(self._due, (due, id(client), client))
+            if self._every_s:
+                due = client.due + random.uniform(0.5, 1.5) * self._every_s
+                self._plan(client, max(now, due))
             else:
                 client.ask()
 
@@ -278,7 +286,7 @@ def main(form: str, endpoint: str, *keys: str) -> None:
         for client in clients:
             client.ask()
             client.wait()
-        crowd = Crowd(clients, order.get("think_s", 0.0))
+        crowd = Crowd(clients, order["every_s"])
         print("ready", flush=True)
         if not sys.stdin.readline():
             return
