@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,9 @@ class Middle:
             every_s: Seconds, in the mean, from a client's request to its next; 0: it asks when answered.
 
         Returns:
-            `requests_per_s`; `p50_us`, `p99_us` and `p999_us` of the worst client process; `fairness`: the
-            requests of the client that had the fewest, of the mean of all; bytes of memory of
-            the broker, `connected_rss` when each client has had one answer and `broker_rss` at the end; and
+            `requests_per_s`; `p50_us`, `p99_us` and `p999_us` of the worst client process; `fairness`:
+            the requests of the client that had the fewest, of the mean of all; bytes of memory of the
+            broker, `connected_rss` when each client has had one answer and `broker_rss` at the end; and
             CPU microseconds for a request, of `broker` (its main thread), `io` (its other threads),
             `worker` and `client`.
         """
@@ -130,15 +129,20 @@ class Stage:
     """Starts cases, and ends their processes with itself: a context manager."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Stage:
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="zb-")))
+        self._temporary = tempfile.TemporaryDirectory(prefix="zb-")
+        self._folder = Path(self._temporary.name)
         make_bundles(str(self._folder / "keys"))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            _reap(process)
+        self._temporary.cleanup()
 
     def start(
         self,
@@ -183,7 +187,7 @@ class Stage:
                 worker.append(f"--policy={Path(__file__).resolve()}:Echo")
         middle.workers += [self._run(*worker) for _ in range(workers)]
         clients = (str(PERF / "crowd.py"), form, front, *keys)
-        middle.crowds += [self._run(*clients) for _ in range(crowds)]
+        middle.crowds += [self._run(*clients, stderr=None) for _ in range(crowds)]
         return middle
 
     def _endpoints(self, transport: str) -> tuple[str, str]:
@@ -198,17 +202,19 @@ class Stage:
             front, back = (listener.getsockname()[1] for listener in (first, second))
         return f"tcp://127.0.0.1:{front}", f"tcp://127.0.0.1:{back}"
 
-    def _run(self, *arguments: str, source: Path = ROOT) -> subprocess.Popen[str]:
+    def _run(
+        self, *arguments: str, source: Path = ROOT, stderr: int | None = subprocess.DEVNULL
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             text=True,
             cwd=source,
             env={**os.environ, "PYTHONPATH": str(source)},
         )
-        self._stack.callback(_end, process)
+        self._processes.append(process)
         return process
 
 
@@ -238,7 +244,9 @@ def ratio(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], 
     )
 
 
-def case_arguments(parser: argparse.ArgumentParser, cases: Sequence[str], seconds: float) -> None:
+def case_arguments(
+    parser: argparse.ArgumentParser, cases: Sequence[str], rounds: int, seconds: float
+) -> None:
     """Add the options that the benches of speed share."""
     parser.add_argument(
         "--cases",
@@ -270,8 +278,7 @@ def _rss(pid: int) -> int:
     return int(resident) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
+def _reap(process: subprocess.Popen[str]) -> None:
     try:
         process.wait(10)
     except subprocess.TimeoutExpired:

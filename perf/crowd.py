@@ -10,8 +10,8 @@ Clients in a closed loop, each with one request open, all in this one thread. FO
 
 It reads orders from its standard input, a line of JSON each: `clients`, `payload`, `seconds`, `warm_s`
 (before anything is counted), and `every_s`: if above 0, the mean of the random time from a client's
-request to its next, unless the answer takes longer. It connects them, prints `ready`, and waits for a line; it prints `begin` when it begins to
-count, and then what it counted, as JSON.
+request to its next, unless the answer takes longer. It connects them, prints `ready`, and waits for a
+line; it prints `begin` when it begins to count, and then what it counted, as JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import math
 import random
 import resource
 import select
+import signal
 import sys
 import time
 from typing import Any
@@ -275,6 +276,7 @@ def quantile(ordered: list[float], part: float) -> float:
 
 def main(form: str, endpoint: str, *keys: str) -> None:
     """Follow orders until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends it
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     zmq.Context.instance().set(zmq.MAX_SOCKETS, MAX_SOCKETS)
