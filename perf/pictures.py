@@ -63,10 +63,15 @@ def bars(axes: Any, heights: dict[str, list[float | None]], groups: list[str]) -
         drawn = axes.bar(
             left, [value or 0 for value in values], width, color=colour_of(case), label=case
         )
-        texts = ["" if value is None else f"{value:.3g}" for value in values]
+        texts = ["" if value is None else number_text(value) for value in values]
         axes.bar_label(drawn, texts, fontsize=6, rotation=90, padding=2)
     axes.set_xticks(range(len(groups)), groups)
     axes.margins(y=0.15)
+
+
+def number_text(value: float) -> str:
+    """Three digits of a number: `1,020`, `43.1`."""
+    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def size_text(payload_bytes: int) -> str:
