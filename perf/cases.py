@@ -38,7 +38,7 @@ CASES = {
 }
 
 AGAINST = "zmqrl_raw_against"
-"""As zmqrl_raw, with the broker of another version."""
+"""As zmqrl_raw, with the broker and the raw worker of another version."""
 
 
 class Echo:
@@ -159,7 +159,7 @@ class Stage:
             transport: `ipc` or `tcp`.
             workers: How many answer.
             crowds: How many client processes share the clients.
-            source: The checkout whose broker runs.
+            source: The checkout whose broker and raw worker run.
         """
         front, back = self._endpoints(transport)
         keys = [str(self._folder / "keys")] if case.endswith("curve") else []
@@ -180,12 +180,12 @@ class Stage:
             mode = "runner.enable_decoupled_mode=true"  # the other mode has no clients without a rank
             broker = self._run("-m", "zmqrl", "start-broker", *common, mode, source=source)
             middle = Middle(case, broker, [])
-            form, worker = "raw", [str(PERF / "raw.py"), back, *keys]
+            form, worker = "raw", [str(source / "perf" / "raw.py"), "worker", back, *keys]
             if case == "zmqrl":
                 form = "policy"
                 worker = ["-m", "zmqrl", "start-rollout-worker", *common]
                 worker.append(f"--policy={Path(__file__).resolve()}:Echo")
-        middle.workers += [self._run(*worker) for _ in range(workers)]
+        middle.workers += [self._run(*worker, source=source) for _ in range(workers)]
         clients = (str(PERF / "crowd.py"), form, front, *keys)
         middle.crowds += [self._run(*clients, stderr=None) for _ in range(crowds)]
         return middle
