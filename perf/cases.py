@@ -71,7 +71,7 @@ class Middle:
 
         Returns:
             `requests_per_s`; `p50_us`, `p99_us` and `p999_us` of the worst client process; `fairness`:
-            the requests of the client that had the fewest, of the mean of all; `broker_rss`, the bytes of
+            the requests of the client that had the fewest, of the mean of all; `broker_rss`, bytes of
             memory of the broker; and CPU microseconds for a request, of `broker` (its main thread), `io`
             (its other threads), `worker` and `client`.
         """
