@@ -3,144 +3,135 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
+from cases import AGAINST, CASES, REFERENCE, Stage, case_arguments, in_turn, medians, ratio
 
-from zmqrl.transport.bundles import make_bundles
-
-ABOUT = "Requests per second, and the CPU time of each by process."
+ABOUT = "Requests per second, and the CPU time of each by process, beside libzmq's own proxy."
 
 COLUMNS = (
     "case",
     "clients",
-    "payload_bytes",
     "requests_per_s",
-    "to_plain",
+    "to_c_proxy",
+    "to_textbook_broker",
+    "cpu_to_c_proxy",
     "broker_us",
     "io_us",
     "worker_us",
     "client_us",
+    "p99_us",
+    "ok",
 )
 
-CASES = ("zmqrl_raw", "zmqrl_raw_curve")
-"""Peers that do as little as possible, without and with keys; the first is what others compare with."""
+CLIENTS = (1, 16, 64, 256)
 
-OTHER = "zmqrl_raw_against"
-"""As the first, with the broker of another version."""
+BAR_AT = 64
+"""Clients at which the bars hold."""
 
-ROOT = Path(__file__).resolve().parent.parent
-RAW = ROOT / "perf" / "raw.py"
+BARS = {
+    "zmqrl_raw": {"to_c_proxy": 1.1, "to_textbook_broker": 2.0, "cpu_to_c_proxy": 0.85},
+    "zmqrl": {"to_c_proxy": 0.8},
+}
+"""The least requests per second, in those of others; and the most CPU time of broker and worker."""
+
+_SERVERS = ("broker", "io", "worker")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
-    parser.add_argument("--clients", type=int, default=64, help="in a closed loop (default 64)")
+    case_arguments(parser, list(CASES), 7, 0.4)
+    parser.add_argument(
+        "--clients", nargs="+", type=int, metavar="N", default=list(CLIENTS), help="in a closed loop"
+    )
     parser.add_argument("--payload", type=int, default=512, help="bytes of a request (default 512)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each case, in turn (default 5)")
+    parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
     parser.add_argument(
         "--against",
         metavar="FOLDER",
         type=Path,
         help="a checkout of another version, whose broker is measured too",
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each round (default 2)")
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the median of each case."""
-    names = [*CASES, OTHER] if options.against else CASES
-    cases: dict[str, list[dict[str, float]]] = {case: [] for case in names}
-    with tempfile.TemporaryDirectory(prefix="zk-") as folder:
-        make_bundles(f"{folder}/keys")
-        for _ in range(options.rounds):
-            for case, rounds in cases.items():
-                keys = [f"{folder}/keys"] if case.endswith("curve") else []
-                rounds.append(
-                    _round(options, keys, options.against.resolve() if case == OTHER else ROOT)
-                )
-    for case, rounds in cases.items():
-        medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-        plain = [one["requests_per_s"] for one in cases[CASES[0]]]
-        ratios = [one["requests_per_s"] / p for one, p in zip(rounds, plain, strict=True)]
-        yield {
-            "case": case,
-            "transport": "ipc",
-            "clients": options.clients,
-            "payload_bytes": options.payload,
-            "requests_per_s": medians.pop("requests_per_s"),
-            "to_plain": statistics.median(ratios),
-            "cpu_us": medians,
-            **{f"{key}_us": value for key, value in medians.items()},
-        }
+    """Yield the medians of each case and number of clients."""
+    with Stage() as stage:
+        middles = {case: stage.start(case, options.transport) for case in options.cases}
+        if options.against is not None:
+            source = options.against.resolve()
+            middles[AGAINST] = stage.start(AGAINST, options.transport, source=source)
+        for clients in options.clients:
+            results = in_turn(
+                {
+                    case: partial(middle.measure, clients, options.payload, options.seconds)
+                    for case, middle in middles.items()
+                },
+                options.rounds,
+            )
+            for case, rounds in results.items():
+                figures = medians(rounds)
+                cpu_us = {key: figures[key] for key in (*_SERVERS, "client")}
+                row = {
+                    "case": case,
+                    "transport": options.transport,
+                    "clients": clients,
+                    "payload_bytes": options.payload,
+                    **{key: figures[key] for key in ("requests_per_s", "p50_us", "p99_us")},
+                    "cpu_us": cpu_us,
+                    **{f"{key}_us": value for key, value in cpu_us.items()},
+                }
+                for other in (REFERENCE, "textbook_broker", AGAINST):
+                    if other in results:
+                        row[f"to_{other}"] = ratio(rounds, results[other], "requests_per_s")
+                if REFERENCE in results:
+                    row["cpu_to_c_proxy"] = ratio(rounds, results[REFERENCE], *_SERVERS)
+                if clients == BAR_AT and case in BARS and all(key in row for key in BARS[case]):
+                    row["ok"] = _meets(row, BARS[case])
+                yield row
 
 
-def _round(options: argparse.Namespace, keys: list[str], source: Path) -> dict[str, float]:
-    """Requests per second, and microseconds of CPU time for a request, by thread or process."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="zb-"))
-        frontend, backend = f"ipc://{folder}/f", f"ipc://{folder}/b"
-        broker = _start(
-            stack,
-            *("-m", "zmqrl", "start-broker", "runner.enable_decoupled_mode=true"),
-            *(f"broker.frontend={frontend}", f"broker.backend={backend}"),
-            *(f"security.keys={folder}" for folder in keys),
-            source=source,
-        )
-        worker = _start(stack, str(RAW), "worker", backend, *keys)
-        crowd = _start(
-            stack,
-            str(RAW),
-            "clients",
-            frontend,
-            str(options.clients),
-            str(options.payload),
-            str(options.seconds),
-            *keys,
-        )
-        assert crowd.stdout is not None
-        if crowd.stdout.readline().strip() != "begin":
-            sys.exit("the clients did not begin")
-        before = _cpu(broker.pid, worker.pid)
-        told = json.loads(crowd.stdout.readline())
-        after = _cpu(broker.pid, worker.pid)
-        spent = {key: after[key] - before[key] for key in after} | {"client": told["cpu_s"]}
-        answered = told["answered"]
-        rate = answered / told["seconds"]
-        return {"requests_per_s": rate, **{key: 1e6 * s / answered for key, s in spent.items()}}
-
-
-def _start(stack: ExitStack, *arguments: str, source: Path = ROOT) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=source,
-        env={**os.environ, "PYTHONPATH": str(source)},
+def _meets(row: dict[str, Any], bars: dict[str, float]) -> bool:
+    return all(
+        row[key] <= bar if key.startswith("cpu") else row[key] >= bar for key, bar in bars.items()
     )
-    stack.callback(process.wait, 10)
-    stack.callback(process.terminate)
-    return process
 
 
-def _cpu(broker: int, worker: int) -> dict[str, float]:
-    """CPU seconds of the broker's main thread, of its I/O threads, and of the worker."""
-    main = others = 0.0
-    for thread in psutil.Process(broker).threads():
-        seconds = thread.user_time + thread.system_time
-        if thread.id == broker:
-            main += seconds
-        else:
-            others += seconds
-    times = psutil.Process(worker).cpu_times()
-    return {"broker": main, "io": others, "worker": times.user + times.system}
+def plot(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Draw requests per second over clients, and where the CPU time of a request goes at the most."""
+    from pictures import colour_of, figure, save
+
+    canvas, (rates, costs) = figure(1, 2, width=11)
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    for case in cases:
+        own = [row for row in rows if row["case"] == case]
+        clients = [row["clients"] for row in own]
+        thousands = [row["requests_per_s"] / 1000 for row in own]
+        rates.plot(clients, thousands, "o-", color=colour_of(case), label=case, markersize=4)
+    every = sorted({row["clients"] for row in rows})
+    rates.set_xscale("log", base=2)
+    rates.set_xticks(every, [str(count) for count in every])
+    rates.set(xlabel="clients in a closed loop", ylabel="thousand requests per second", ylim=(0, None))
+    rates.legend(frameon=False, fontsize=8)
+    at = BAR_AT if BAR_AT in every else every[-1]
+    shown = {row["case"]: row["cpu_us"] for row in rows if row["clients"] == at}
+    left = dict.fromkeys(shown, 0.0)
+    for part, shade, name in (
+        ("broker", "#0072B2", "broker, main thread"),
+        ("io", "#56B4E9", "broker, I/O thread"),
+        ("worker", "#E69F00", "worker"),
+        ("client", "#CCCCCC", "client"),
+    ):
+        widths = [cpu_us[part] for cpu_us in shown.values()]
+        costs.barh(list(shown), widths, left=list(left.values()), color=shade, label=name)
+        left = {case: left[case] + cpu_us[part] for case, cpu_us in shown.items()}
+    for case, total in left.items():
+        costs.text(total, case, f" {total:.0f}", va="center", fontsize=8)
+    costs.invert_yaxis()
+    costs.margins(x=0.1)
+    costs.set(xlabel="CPU time of a request (µs)", title=f"{at} clients")
+    costs.legend(frameon=False, fontsize=8)
+    save(canvas, folder / "throughput.png")
