@@ -6,8 +6,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Union
+from typing import TYPE_CHECKING, Any, Dict, Optional, Union
 
 from zmqrl.connection import Connection, Request
 from zmqrl.errors import ClientClosed, ClientInUse, EncodeError
@@ -196,7 +195,7 @@ class PolicyClient:
         if rows == 0:
             raise EncodeError("the observation has no rows: there is nothing to act on")
         encoded = encode(observation, copy)
-        size = len(encoded.meta) + sum(len(b) for b in encoded.buffers)
+        size = len(encoded.meta) + sum(map(len, encoded.buffers))
         if size > (self._max_message_mb << 20) - HEADER_SIZE:
             raise EncodeError(
                 f"the observation has {size / 2**20:.1f} MiB; max_message_mb is {self._max_message_mb}"
@@ -228,7 +227,7 @@ class PolicyClient:
                 policy_version=version,
             )
             self._next_id += 1
-            request = Request(header, encoded.meta, list(encoded.buffers), deadline)
+            request = Request(header, encoded.meta, encoded.buffers, deadline)
             connection.start(request)
             pending = Pending(self._exclusive, connection, request)
             if recorded:
@@ -330,9 +329,11 @@ class PolicyClient:
 
     # -- One process, and one caller at a time
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[Connection]:
+    def _exclusive(self) -> _Turn:
         """The connection, for one call; a second thread is refused instead of made to wait."""
+        return _Turn(self)
+
+    def _take(self) -> Connection:
         if self._closed:
             raise ClientClosed("the client is closed")
         if self._pid != os.getpid():
@@ -344,10 +345,7 @@ class PolicyClient:
         if not self._lock.acquire(blocking=False) and self._owner != thread:
             raise ClientInUse("the client is in use by another thread; give each thread its own")
         self._owner = thread
-        try:
-            yield self._connection
-        finally:
-            self._lock.release()
+        return self._connection
 
     def _open(self) -> None:
         self._pid = os.getpid()
@@ -376,6 +374,22 @@ class PolicyClient:
             except Exception:
                 self._connection.close(ClientClosed("the client was not opened"))
                 raise
+
+
+class _Turn:
+    """One call's turn at a client's connection.
+
+    A class, because a generator costs as much as all that a request does within it.
+    """
+
+    def __init__(self, client: PolicyClient) -> None:
+        self._client = client
+
+    def __enter__(self) -> Connection:
+        return self._client._take()
+
+    def __exit__(self, *exc: object) -> None:
+        self._client._lock.release()
 
 
 def _waited_for(pending: Pending) -> Dict[str, Any]:
