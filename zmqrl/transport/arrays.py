@@ -47,8 +47,12 @@ class Form(NamedTuple):
     size: int
     """Bytes."""
     is_bfloat16: bool
-    is_plain: bool
-    """Whether any bytes will do, and are those of the array as it arrives."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether any bytes of the right number are those of the array as it arrives."""
+        dtype = self.dtype
+        return dtype.kind in "iufcmMS" and dtype.isnative and self.size > 0 and not self.is_bfloat16
 
     @classmethod
     def of(cls, node: Dict[Any, Any]) -> Form:
@@ -62,8 +66,7 @@ class Form(NamedTuple):
         size = dtype.itemsize
         for length in shape:
             size *= length
-        is_plain = dtype.kind in "iufcmMS" and dtype.isnative and size > 0 and not is_bfloat16
-        return cls(dtype, shape, size, is_bfloat16, is_plain)
+        return cls(dtype, shape, size, is_bfloat16)
 
     def build(self, data: Any, writable: bool) -> np.ndarray:
         """The array.

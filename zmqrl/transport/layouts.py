@@ -31,6 +31,8 @@ class _Place(NamedTuple):
     is_framed: bool
     at: int
     """Which frame, or which piece of the meta."""
+    is_checked: bool
+    """Whether no bytes in it can be wrong: the piece has the array's size, and the dtype is a plain one."""
     form: Form
 
 
@@ -90,14 +92,12 @@ def _filled(
             tree[key] = _filled(place, pieces, buffers, writable)
         elif type(place) is list:
             tree[key] = place.copy()
-        elif place.is_framed or not place.form.is_plain:
+        elif place.is_checked:
+            data, form = pieces[place.at], place.form
+            tree[key] = np.ndarray(form.shape, form.dtype, bytearray(data) if writable else data)
+        else:
             data = buffers[place.at] if place.is_framed else pieces[place.at]
             tree[key] = place.form.build(data, writable)
-        else:
-            # Guarded already: the dtype is a plain one, and the piece has the size of the array.
-            data = pieces[place.at]
-            form = place.form
-            tree[key] = np.ndarray(form.shape, form.dtype, bytearray(data) if writable else data)
     return tree
 
 
@@ -129,7 +129,8 @@ class Layouts:
         if layout is None:
             return
         if len(self._kept) >= _MAX_KEPT:
-            self._kept.pop(next(iter(list(self._kept))), None)
+            oldest = next(iter(list(self._kept)))  # a copy, because other threads may learn as well
+            self._kept.pop(oldest, None)
         self._kept[key] = layout
 
 
@@ -220,4 +221,5 @@ class _Search:
                 self.sizes += [end - len(value) - sum(self.sizes), len(value)]
         at = sum(self.is_framed) if is_framed else len(self.sizes) - 1
         self.is_framed.append(is_framed)
-        return _Place(is_framed, at, Form.of(node))
+        form = Form.of(node)
+        return _Place(is_framed, at, not is_framed and form.is_plain, form)
