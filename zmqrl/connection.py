@@ -310,12 +310,15 @@ class Connection:
     def _handle(self, frames: List[Any]) -> None:
         first = frames[0].bytes
         header = unpack(first)
-        now = time.monotonic()
         self._reached = True
         self._asked = None
         self._suspicion.end()
         request = self.requests.get(header.request_id)
-        if header.op == Op.UNKNOWN:
+        if header.op == Op.REPLY:
+            if request is not None:  # else it is late: an earlier call gave this request up
+                self._reply(request, header, first[HEADER_SIZE:], frames[1:])
+        elif header.op == Op.UNKNOWN:
+            now = time.monotonic()
             if now >= self._said_hello + _RETRY_AFTER:
                 self._hello()
                 if request is not None:
@@ -323,27 +326,24 @@ class Connection:
             elif request is not None:
                 self._try_again(request, now, _RETRY_AFTER)
         elif header.op == Op.ERROR:
-            self._error(request, header.request_id, decode_meta(first[HEADER_SIZE:]), now)
-        elif request is None:
-            return  # late: an earlier call gave this request up
-        elif header.op == Op.REPLY:
-            self._patience = _REBUILD_AFTER
-            request.reply = header
-            request.reply_size = sum(map(len, frames)) - HEADER_SIZE
-            try:
-                result = decode(first[HEADER_SIZE:], frames[1:])
-                if not isinstance(result, dict):
-                    raise DecodeError(f"it is a {type(result).__name__}, not a dict")
-                self._end(request, result=result)
-            except DecodeError as error:
-                self._end(request, error=PolicyError(f"the reply cannot be read: {error}"))
-        elif header.op == Op.KNOWN:
+            self._error(request, header.request_id, decode_meta(first[HEADER_SIZE:]))
+        elif header.op == Op.KNOWN and request is not None:
             request.kind = PolicyTimeout
             request.state = str(decode_meta(first[HEADER_SIZE:]).get("state", ""))
 
-    def _error(
-        self, request: Optional[Request], request_id: int, fields: Dict[str, Any], now: float
-    ) -> None:
+    def _reply(self, request: Request, header: Header, meta: bytes, buffers: List[Any]) -> None:
+        self._patience = _REBUILD_AFTER
+        request.reply = header
+        request.reply_size = len(meta) + sum(map(len, buffers))
+        try:
+            result = decode(meta, buffers)
+            if not isinstance(result, dict):
+                raise DecodeError(f"it is a {type(result).__name__}, not a dict")
+            self._end(request, result=result)
+        except DecodeError as error:
+            self._end(request, error=PolicyError(f"the reply cannot be read: {error}"))
+
+    def _error(self, request: Optional[Request], request_id: int, fields: Dict[str, Any]) -> None:
         code = str(fields.get("code"))
         message = str(fields.get("message", "unexplained error"))
         if request_id == 0:  # about this client as a whole
@@ -355,6 +355,7 @@ class Connection:
             # A broker that stops may be started again, and one that is full gets emptier.
             retry_after = fields.get("retry_after_ms")
             wait_ms = retry_after if isinstance(retry_after, int) else 1000 * _RETRY_AFTER
+            now = time.monotonic()
             request.kind = Overloaded if code == "overloaded" else BrokerStopping
             if code == "overloaded":
                 self._refusal = (now, message)

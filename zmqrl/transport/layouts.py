@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     at: int
     """Which frame, or which piece of the meta."""
     is_checked: bool
-    """Whether no bytes in it can be wrong: the piece has the array's size, and the dtype is a plain one."""
+    """Whether no bytes in it can be wrong: they are as many as the array has, of a plain dtype."""
     form: Form
 
 
