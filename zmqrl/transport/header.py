@@ -104,9 +104,7 @@ class Header(NamedTuple):
     def pack_again(self, attempt: int, budget_ms: int) -> bytes:
         """The header's bytes with another attempt and budget; faster than `_replace`."""
         op, flags, request_id, _, stage, frames, rows, _, *rest = self
-        return _HEADER.pack(
-            MAGIC, VERSION, op, flags, request_id, attempt, stage, frames, rows, budget_ms, *rest
-        )
+        return _HEADER.pack(_MARK, op, flags, request_id, attempt, stage, frames, rows, budget_ms, *rest)
 
 
 def unpack(first: bytes) -> Header:
