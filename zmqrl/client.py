@@ -92,7 +92,6 @@ class PolicyClient:
         self._incarnation = time.time_ns()
         self._next_id = 1
         self._closed = False
-        self._owner: Optional[int] = None  # the thread that is in a call
         self._rows = None if envs is None else int(getattr(envs, "num_envs", 1))
         self._recording: Optional[Recording] = None
         self._latest: Dict[int, Pending] = {}  # by pipeline stage: what `record` is about
@@ -186,7 +185,8 @@ class PolicyClient:
         """
         chosen = self.mode if mode is None else _checked_mode(mode)
         seconds = self.timeout if timeout is None else _checked_timeout(timeout)
-        rows = rows_of(observation)
+        encoded = encode(observation, copy)
+        rows = rows_of(observation) if encoded.rows is None else encoded.rows
         if self._rows is not None and rows != self._rows and not policy:
             raise ValueError(
                 f"the observation has {rows} rows, but envs has {self._rows} simulators; infer_one() "
@@ -194,7 +194,6 @@ class PolicyClient:
             )
         if rows == 0:
             raise EncodeError("the observation has no rows: there is nothing to act on")
-        encoded = encode(observation, copy)
         size = len(encoded.meta) + sum(map(len, encoded.buffers))
         if size > (self._max_message_mb << 20) - HEADER_SIZE:
             raise EncodeError(
@@ -331,26 +330,16 @@ class PolicyClient:
 
     def _exclusive(self) -> _Turn:
         """The connection, for one call; a second thread is refused instead of made to wait."""
-        return _Turn(self)
-
-    def _take(self) -> Connection:
         if self._closed:
             raise ClientClosed("the client is closed")
         if self._pid != os.getpid():
             # A fork copied the socket's memory but not its I/O thread; never touch it here.
             self.name += f"-{os.getpid()}"
             self._open()
-        thread = threading.get_ident()
-        # Held by this very thread: Ctrl-C ended its last call before it could let go.
-        if not self._lock.acquire(blocking=False) and self._owner != thread:
-            raise ClientInUse("the client is in use by another thread; give each thread its own")
-        self._owner = thread
-        return self._connection
+        return self._turn
 
     def _open(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._owner = None
         introduction: Dict[str, Any] = {
             "role": "client",
             "name": self.name,
@@ -360,6 +349,7 @@ class PolicyClient:
             "mode": self.mode,
         }
         self._connection = Connection(self.endpoint, {**introduction, **self._place}, self._keys)
+        self._turn = _Turn(self._connection)
         if self._record_to is not None:
             self._latest = {}
             from zmqrl.recording import Recording  # most clients record nothing
@@ -377,19 +367,26 @@ class PolicyClient:
 
 
 class _Turn:
-    """One call's turn at a client's connection.
+    """Gives a connection to one call at a time.
 
-    A class, because a generator costs as much as all that a request does within it.
+    A class, because a generator costs more than most of what a call does.
     """
 
-    def __init__(self, client: PolicyClient) -> None:
-        self._client = client
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.lock = threading.Lock()
+        self.owner: Optional[int] = None  # the thread that is in a call
 
     def __enter__(self) -> Connection:
-        return self._client._take()
+        thread = threading.get_ident()
+        # Held by this very thread: Ctrl-C ended its last call before it could let go.
+        if not self.lock.acquire(blocking=False) and self.owner != thread:
+            raise ClientInUse("the client is in use by another thread; give each thread its own")
+        self.owner = thread
+        return self._connection
 
     def __exit__(self, *exc: object) -> None:
-        self._client._lock.release()
+        self.lock.release()
 
 
 def _waited_for(pending: Pending) -> Dict[str, Any]:

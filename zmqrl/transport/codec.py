@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from typing import Any, Dict, List, NamedTuple, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import msgpack
 import msgpack_numpy
@@ -60,6 +60,8 @@ class Encoded(NamedTuple):
     """The large arrays, a frame each, contiguous and no longer than the sender allowed."""
     signature: int
     """64 bits; equal for trees that can be merged into one batch."""
+    rows: Optional[int] = None
+    """The rows of all leaves, if the codec knows them without another walk."""
 
 
 def encode(tree: Any, copy: bool = True) -> Encoded:
@@ -78,7 +80,7 @@ def encode(tree: Any, copy: bool = True) -> Encoded:
     layout = None if structure is None else _written.get(structure)
     if layout is not None:
         meta, buffers = layout.write(arrays, copy)
-        return Encoded(meta, buffers, layout.signature)
+        return Encoded(meta, buffers, layout.signature, layout.rows)
     encoder = _Encoder(copy)
     node = encoder.node(tree, "", 0)
     meta = msgpack.packb(node, use_bin_type=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import struct
-from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import msgpack
 import numpy as np
@@ -49,6 +49,8 @@ class Layout(NamedTuple):
     frames: int
     signature: int
     """Of the tree; 0 if it was received."""
+    rows: Optional[int]
+    """Of all leaves, if it is the same for all."""
 
     def write(self, arrays: Sequence[np.ndarray], copy: bool) -> Tuple[bytes, List[memoryview]]:
         """The meta and the large arrays of a tree.
@@ -177,7 +179,8 @@ def _layout_of(node: Any, meta: bytes, signature: int) -> Optional[Layout]:
     sizes = [*search.sizes, len(meta) - sum(search.sizes)]
     cut = struct.Struct("".join(f"{size}s" for size in sizes))
     fixed = cut.unpack(meta)[::2]
-    return Layout(cut, fixed, places, tuple(search.is_framed), sum(search.is_framed), signature)
+    rows = search.rows.pop() if len(search.rows) == 1 else None
+    return Layout(cut, fixed, places, tuple(search.is_framed), sum(search.is_framed), signature, rows)
 
 
 class _Search:
@@ -187,6 +190,7 @@ class _Search:
         self.packer = msgpack.Packer(use_bin_type=True, autoreset=False)
         self.sizes: List[int] = []  # of the pieces, without the last
         self.is_framed: List[bool] = []
+        self.rows: Set[Optional[int]] = set()  # of each leaf; None for a constant
 
     def tree(self, node: Any, depth: int) -> Optional[Dict[str, Any]]:
         """The places of a dict; None if it has other leaves than arrays and text, or very many."""
@@ -202,6 +206,7 @@ class _Search:
                 places[key] = self.array(child)
             elif _is_text(child):
                 self.packer.pack(child)
+                self.rows.add(len(child))
                 places[key] = child
             else:
                 places[key] = self.tree(child, depth + 1)
@@ -222,4 +227,5 @@ class _Search:
         at = sum(self.is_framed) if is_framed else len(self.sizes) - 1
         self.is_framed.append(is_framed)
         form = Form.of(node)
+        self.rows.add(form.shape[0] if form.shape else None)
         return _Place(is_framed, at, not is_framed and form.is_plain, form)
