@@ -350,8 +350,8 @@ def test_a_request_that_can_never_fit_is_refused(pool: Pool) -> None:
 
 def test_a_lock_that_an_interrupt_left_behind_does_not_shut_its_own_thread_out(pool: Pool) -> None:
     client = pool.start().client()
-    client._lock.acquire()
-    client._owner = threading.get_ident()
+    client._turn.lock.acquire()
+    client._turn.owner = threading.get_ident()
     assert client.infer(x(4))["actions"][0, 0] == 4
     assert client.infer(x(5))["actions"][0, 0] == 5
 

@@ -6,8 +6,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Union
+from typing import TYPE_CHECKING, Any, Dict, Optional, Union
 
 from zmqrl.connection import Connection, Request
 from zmqrl.errors import ClientClosed, ClientInUse, EncodeError
@@ -93,7 +92,6 @@ class PolicyClient:
         self._incarnation = time.time_ns()
         self._next_id = 1
         self._closed = False
-        self._owner: Optional[int] = None  # the thread that is in a call
         self._rows = None if envs is None else int(getattr(envs, "num_envs", 1))
         self._recording: Optional[Recording] = None
         self._latest: Dict[int, Pending] = {}  # by pipeline stage: what `record` is about
@@ -187,7 +185,8 @@ class PolicyClient:
         """
         chosen = self.mode if mode is None else _checked_mode(mode)
         seconds = self.timeout if timeout is None else _checked_timeout(timeout)
-        rows = rows_of(observation)
+        encoded = encode(observation, copy)
+        rows = rows_of(observation) if encoded.rows is None else encoded.rows
         if self._rows is not None and rows != self._rows and not policy:
             raise ValueError(
                 f"the observation has {rows} rows, but envs has {self._rows} simulators; infer_one() "
@@ -195,8 +194,7 @@ class PolicyClient:
             )
         if rows == 0:
             raise EncodeError("the observation has no rows: there is nothing to act on")
-        encoded = encode(observation, copy)
-        size = len(encoded.meta) + sum(len(b) for b in encoded.buffers)
+        size = len(encoded.meta) + sum(map(len, encoded.buffers))
         if size > (self._max_message_mb << 20) - HEADER_SIZE:
             raise EncodeError(
                 f"the observation has {size / 2**20:.1f} MiB; max_message_mb is {self._max_message_mb}"
@@ -228,7 +226,7 @@ class PolicyClient:
                 policy_version=version,
             )
             self._next_id += 1
-            request = Request(header, encoded.meta, list(encoded.buffers), deadline)
+            request = Request(header, encoded.meta, encoded.buffers, deadline)
             connection.start(request)
             pending = Pending(self._exclusive, connection, request)
             if recorded:
@@ -330,8 +328,7 @@ class PolicyClient:
 
     # -- One process, and one caller at a time
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[Connection]:
+    def _exclusive(self) -> _Turn:
         """The connection, for one call; a second thread is refused instead of made to wait."""
         if self._closed:
             raise ClientClosed("the client is closed")
@@ -339,20 +336,10 @@ class PolicyClient:
             # A fork copied the socket's memory but not its I/O thread; never touch it here.
             self.name += f"-{os.getpid()}"
             self._open()
-        thread = threading.get_ident()
-        # Held by this very thread: Ctrl-C ended its last call before it could let go.
-        if not self._lock.acquire(blocking=False) and self._owner != thread:
-            raise ClientInUse("the client is in use by another thread; give each thread its own")
-        self._owner = thread
-        try:
-            yield self._connection
-        finally:
-            self._lock.release()
+        return self._turn
 
     def _open(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._owner = None
         introduction: Dict[str, Any] = {
             "role": "client",
             "name": self.name,
@@ -362,6 +349,7 @@ class PolicyClient:
             "mode": self.mode,
         }
         self._connection = Connection(self.endpoint, {**introduction, **self._place}, self._keys)
+        self._turn = _Turn(self._connection)
         if self._record_to is not None:
             self._latest = {}
             from zmqrl.recording import Recording  # most clients record nothing
@@ -376,6 +364,29 @@ class PolicyClient:
             except Exception:
                 self._connection.close(ClientClosed("the client was not opened"))
                 raise
+
+
+class _Turn:
+    """Gives a connection to one call at a time.
+
+    A class, because a generator costs more than most of what a call does.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.lock = threading.Lock()
+        self.owner: Optional[int] = None  # the thread that is in a call
+
+    def __enter__(self) -> Connection:
+        thread = threading.get_ident()
+        # Held by this very thread: Ctrl-C ended its last call before it could let go.
+        if not self.lock.acquire(blocking=False) and self.owner != thread:
+            raise ClientInUse("the client is in use by another thread; give each thread its own")
+        self.owner = thread
+        return self._connection
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()
 
 
 def _waited_for(pending: Pending) -> Dict[str, Any]:

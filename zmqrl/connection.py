@@ -58,30 +58,31 @@ class Request:
     """A request, until it has ended in a result or an error.
 
     Args:
-        header: Without the budget, which is set each time that it is sent.
+        header: Without attempt and budget, which are set each time that it is sent.
         meta: What follows the header in the first frame.
         buffers: The large arrays; kept, because the request may have to be sent again.
         deadline: Of `time.monotonic()`.
     """
+
+    # In the class, because most requests keep most of them to their end.
+    attempt = 0
+    size = 0
+    """Bytes of the request, without its header, once it is sent."""
+    reply_size = 0
+    look_at = 0.0  # when to do something about it if there is no reply
+    retry = False  # whether it is to be sent again then
+    kind: Type[ClientError] = PolicyTimeout  # what it ends in when time is up
+    state = ""  # what the broker last said of it
+    done = False
+    result: Any = None
+    error: Optional[ClientError] = None
+    reply: Optional[Header] = None
 
     def __init__(self, header: Header, meta: bytes, buffers: List[Any], deadline: float) -> None:
         self.header = header
         self.meta = meta
         self.buffers = buffers
         self.deadline = deadline
-        self.size = 0
-        """Bytes of the request, without its header, once it is sent."""
-        self.reply_size = 0
-        self.look_at = 0.0  # when to do something about it if there is no reply
-        self.retry = False  # whether it is to be sent again then
-        self.kind: Type[ClientError] = PolicyTimeout  # what it ends in when time is up
-        self.state = ""  # what the broker last said of it
-        self.done = False
-        self.result: Any = None
-        self.error: Optional[ClientError] = None
-        self.policy_version: Optional[int] = None
-        self.queue_seconds: Optional[float] = None
-        self.predict_seconds: Optional[float] = None
 
     def end(self, result: Any = None, error: Optional[ClientError] = None) -> None:
         """Note how it ended, and free its buffers."""
@@ -132,16 +133,17 @@ class Connection:
             self._suspicion.begin(after=min(_SUSPECT_AFTER, left / 2))
         self._resting.discard(request.header.stage)
         self._send(request)
-        request.size = len(request.meta) + sum(len(buffer) for buffer in request.buffers)
+        request.size = len(request.meta) + sum(map(len, request.buffers))
         self.requests[request.header.request_id] = request
 
     def wait(self, request: Request, until: float) -> None:
         """Wait until `request` has ended, but no longer than `until` (of `time.monotonic()`)."""
         until = min(until, request.deadline)
+        self._receive(request)
         while not request.done:
             now = time.monotonic()
             wake = min(until, self._suspicion.due, min(r.look_at for r in self.requests.values()))
-            if self._socket.poll(max(0, int((wake - now) * 1000 + 0.999))):
+            if self._poller.poll(max(0, int((wake - now) * 1000 + 0.999))):
                 self._receive(request)
             now = time.monotonic()
             if now >= self._suspicion.due:
@@ -179,6 +181,8 @@ class Connection:
 
     def _connect(self) -> None:
         self._socket = sockets.dealer(zmq.Context.instance(), self.endpoint, keys=self._keys)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         self._suspicion.begin()
         self._asked: Optional[float] = None  # since when a KNOWN is unanswered
         self._hello()
@@ -192,11 +196,11 @@ class Connection:
     def _send(self, request: Request) -> None:
         now = time.monotonic()
         budget_ms = max(1, min(int((request.deadline - now) * 1000), 2**32 - 1))
-        header = request.header._replace(budget_ms=budget_ms)
-        request.header = header._replace(attempt=min(header.attempt + 1, 255))
+        first = request.header.pack_again(request.attempt, budget_ms) + request.meta
+        request.attempt = min(request.attempt + 1, 255)
         request.look_at = min(now + _ASK_AFTER, request.deadline)
         request.retry = False
-        self._send_frames([header.pack() + request.meta, *request.buffers])
+        self._send_frames([first, *request.buffers])
 
     def _send_frames(self, frames: List[Any]) -> None:
         """Send without waiting; what does not fit is asked for again by `_look_after`."""
@@ -306,12 +310,15 @@ class Connection:
     def _handle(self, frames: List[Any]) -> None:
         first = frames[0].bytes
         header = unpack(first)
-        now = time.monotonic()
         self._reached = True
         self._asked = None
         self._suspicion.end()
         request = self.requests.get(header.request_id)
-        if header.op == Op.UNKNOWN:
+        if header.op == Op.REPLY:
+            if request is not None:  # else it is late: an earlier call gave this request up
+                self._reply(request, header, first[HEADER_SIZE:], frames[1:])
+        elif header.op == Op.UNKNOWN:
+            now = time.monotonic()
             if now >= self._said_hello + _RETRY_AFTER:
                 self._hello()
                 if request is not None:
@@ -319,29 +326,24 @@ class Connection:
             elif request is not None:
                 self._try_again(request, now, _RETRY_AFTER)
         elif header.op == Op.ERROR:
-            self._error(request, header.request_id, decode_meta(first[HEADER_SIZE:]), now)
-        elif request is None:
-            return  # late: an earlier call gave this request up
-        elif header.op == Op.REPLY:
-            self._patience = _REBUILD_AFTER
-            request.policy_version = header.policy_version
-            request.queue_seconds = header.queue_us / 1e6
-            request.predict_seconds = header.predict_us / 1e6
-            request.reply_size = sum(len(frame) for frame in frames) - HEADER_SIZE
-            try:
-                result = decode(first[HEADER_SIZE:], frames[1:])
-                if not isinstance(result, dict):
-                    raise DecodeError(f"it is a {type(result).__name__}, not a dict")
-                self._end(request, result=result)
-            except DecodeError as error:
-                self._end(request, error=PolicyError(f"the reply cannot be read: {error}"))
-        elif header.op == Op.KNOWN:
+            self._error(request, header.request_id, decode_meta(first[HEADER_SIZE:]))
+        elif header.op == Op.KNOWN and request is not None:
             request.kind = PolicyTimeout
             request.state = str(decode_meta(first[HEADER_SIZE:]).get("state", ""))
 
-    def _error(
-        self, request: Optional[Request], request_id: int, fields: Dict[str, Any], now: float
-    ) -> None:
+    def _reply(self, request: Request, header: Header, meta: bytes, buffers: List[Any]) -> None:
+        self._patience = _REBUILD_AFTER
+        request.reply = header
+        request.reply_size = len(meta) + sum(map(len, buffers))
+        try:
+            result = decode(meta, buffers)
+            if not isinstance(result, dict):
+                raise DecodeError(f"it is a {type(result).__name__}, not a dict")
+            self._end(request, result=result)
+        except DecodeError as error:
+            self._end(request, error=PolicyError(f"the reply cannot be read: {error}"))
+
+    def _error(self, request: Optional[Request], request_id: int, fields: Dict[str, Any]) -> None:
         code = str(fields.get("code"))
         message = str(fields.get("message", "unexplained error"))
         if request_id == 0:  # about this client as a whole
@@ -353,6 +355,7 @@ class Connection:
             # A broker that stops may be started again, and one that is full gets emptier.
             retry_after = fields.get("retry_after_ms")
             wait_ms = retry_after if isinstance(retry_after, int) else 1000 * _RETRY_AFTER
+            now = time.monotonic()
             request.kind = Overloaded if code == "overloaded" else BrokerStopping
             if code == "overloaded":
                 self._refusal = (now, message)

@@ -37,17 +37,20 @@ class Pending:
     @property
     def policy_version(self) -> Optional[int]:
         """The version of the weights that made the reply; None before the reply."""
-        return self._request.policy_version
+        reply = self._request.reply
+        return None if reply is None else reply.policy_version
 
     @property
     def queue_seconds(self) -> Optional[float]:
         """Seconds that the request waited in the broker's queue; None before the reply."""
-        return self._request.queue_seconds
+        reply = self._request.reply
+        return None if reply is None else reply.queue_us / 1e6
 
     @property
     def predict_seconds(self) -> Optional[float]:
         """Seconds that the policy took for the batch it was in; None before the reply."""
-        return self._request.predict_seconds
+        reply = self._request.reply
+        return None if reply is None else reply.predict_us / 1e6
 
     def done(self) -> bool:
         """Whether the result, or an error, is here; reads what has arrived, without waiting."""

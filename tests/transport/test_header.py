@@ -74,6 +74,13 @@ def test_every_cut_of_a_header_is_refused():
 
 
 @settings(deadline=None)
+@given(header=headers, attempt=bits(8), budget_ms=bits(32))
+def test_a_header_that_is_packed_again_has_the_new_attempt_and_budget(header, attempt, budget_ms):
+    again = header.pack_again(attempt, budget_ms)
+    assert unpack(again) == header._replace(attempt=attempt, budget_ms=budget_ms)
+
+
+@settings(deadline=None)
 @given(message=st.binary(max_size=2 * HEADER_SIZE))
 def test_what_is_no_message_is_refused(message):
     with pytest.raises(DecodeError, match="not a zmqrl message"):

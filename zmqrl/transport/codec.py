@@ -16,15 +16,24 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 import sys
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import msgpack
 import msgpack_numpy
 import numpy as np
 
 from zmqrl.errors import DecodeError, EncodeError
+from zmqrl.transport.arrays import (
+    BFLOAT16,
+    MAX_DIMENSIONS,
+    Form,
+    buffer_of,
+    dtype_of,
+    empty_rows,
+    is_allowed,
+)
+from zmqrl.transport.layouts import Layouts, structure_of
 from zmqrl.transport.tree import MAX_DEPTH, is_row_list
 from zmqrl.transport.unpacking import MAX_NODES, NO_EXTENSION, count_nodes, unpack
 
@@ -38,19 +47,7 @@ MAX_REQUEST = 1 << 14
 """Bytes of the meta in which a peer introduces itself, or asks for something, in a few short words."""
 
 _MAX_PLAIN_DEPTH = 6
-_BFLOAT16 = "bfloat16"
-_NUMBERS = frozenset(
-    ["|b1", "|i1", "|u1"]
-    + [
-        order + kind
-        for order in "<>"
-        for kind in ["i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
-    ]
-)
-_TEXT = re.compile(r"[<>|][SU][1-9][0-9]{0,5}")
-# A date without a unit is no date: numpy cannot even print it.
-_TIME = re.compile(r"[<>](m8|[mM]8\[([1-9][0-9]{0,5})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])")
-_MAX_DIMENSIONS = 32
+_START = 32  # bytes, and the number of all, by which a layout is looked up
 _MAX_CACHED = 4096  # characters: a constant may be an image of megabytes
 
 
@@ -63,6 +60,8 @@ class Encoded(NamedTuple):
     """The large arrays, a frame each, contiguous and no longer than the sender allowed."""
     signature: int
     """64 bits; equal for trees that can be merged into one batch."""
+    rows: Optional[int] = None
+    """The rows of all leaves, if the codec knows them without another walk."""
 
 
 def encode(tree: Any, copy: bool = True) -> Encoded:
@@ -76,6 +75,12 @@ def encode(tree: Any, copy: bool = True) -> Encoded:
     Raises:
         EncodeError: Naming the path of the leaf or key that cannot be sent.
     """
+    arrays: List[np.ndarray] = []
+    structure = structure_of(tree, arrays)
+    layout = None if structure is None else _written.get(structure)
+    if layout is not None:
+        meta, buffers = layout.write(arrays, copy)
+        return Encoded(meta, buffers, layout.signature, layout.rows)
     encoder = _Encoder(copy)
     node = encoder.node(tree, "", 0)
     meta = msgpack.packb(node, use_bin_type=True)
@@ -91,6 +96,8 @@ def encode(tree: Any, copy: bool = True) -> Encoded:
         )
     shape = "".join(encoder.shape)
     signature = _cached_hash(shape) if len(shape) <= _MAX_CACHED else _hash(shape)
+    if structure is not None and not any(_is_swapped(array.dtype) for array in arrays):
+        _written.learn(structure, node, meta, signature)
     return Encoded(meta, encoder.buffers, signature)
 
 
@@ -107,10 +114,19 @@ def decode(meta: Any, buffers: Sequence[Any] = (), writable: bool = True) -> Any
     Raises:
         DecodeError: The bytes are not a valid tree; no array has been built from the wrong part.
     """
+    start = (len(meta), meta[:_START]) if isinstance(meta, bytes) else None
+    layout = None if start is None else _read.get(start)
+    if layout is not None:
+        known = layout.read(meta, buffers, writable)
+        if known is not None:
+            return known
     decoder = _Decoder(buffers, writable)
-    tree = decoder.node(unpack(meta, MAX_META), 0)
+    node = unpack(meta, MAX_META)
+    tree = decoder.node(node, 0)
     if decoder.used != len(buffers):
         raise DecodeError(f"{len(buffers)} buffers came, {decoder.used} are used")
+    if start is not None:
+        _read.learn(start, node, meta)
     return tree
 
 
@@ -156,6 +172,9 @@ def _hash(shape: str) -> int:
 
 
 _cached_hash = functools.lru_cache(maxsize=1024)(_hash)
+
+_written = Layouts()
+_read = Layouts()
 
 
 class _Encoder:
@@ -219,17 +238,17 @@ class _Encoder:
             raise EncodeError(f"{_at(path)} is a masked array; fill it first")
         array = np.asarray(array)
         if not dtype:
-            if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+            if _is_swapped(array.dtype):
                 array = array.astype(array.dtype.newbyteorder("<"))
             dtype = array.dtype.str
-            if not _is_allowed(dtype):
+            if not is_allowed(dtype):
                 raise EncodeError(
                     f"{_at(path)} is an array of dtype {array.dtype}; only numbers, bool, fixed-length "
                     "text and bytes, and datetime64/timedelta64 can be sent"
                 )
-        if array.ndim > _MAX_DIMENSIONS:
-            raise EncodeError(f"{_at(path)} has {array.ndim} dimensions; {_MAX_DIMENSIONS} is the most")
-        if array.size == 0 and _empty_rows(array.shape) > MAX_NODES:
+        if array.ndim > MAX_DIMENSIONS:
+            raise EncodeError(f"{_at(path)} has {array.ndim} dimensions; {MAX_DIMENSIONS} is the most")
+        if array.size == 0 and empty_rows(array.shape) > MAX_NODES:
             raise EncodeError(
                 f"{_at(path)} is empty and has shape {array.shape}: too many rows of nothing"
             )
@@ -241,22 +260,20 @@ class _Encoder:
             b"nd": True,
             b"type": dtype,
             b"kind": b"",
-            b"shape": array.shape,
+            b"shape": list(array.shape),
         }
         if array.nbytes < LARGE:
             packed[b"data"] = array.tobytes()
         else:
             packed[b"frame"] = len(self.buffers)
-            if self.copy or not array.flags.c_contiguous:
-                array = np.array(array, order="C", copy=True)
-            self.buffers.append(array.reshape(-1).view(np.uint8).data)
+            self.buffers.append(buffer_of(array, self.copy))
         return packed
 
     def tensor(self, tensor: Any, torch: Any, path: str) -> Any:
         try:
             if tensor.dtype == torch.bfloat16:
                 words = tensor.detach().cpu().contiguous().view(torch.uint16)
-                return self.array(words.numpy(), path, _BFLOAT16)
+                return self.array(words.numpy(), path, BFLOAT16)
             if str(tensor.dtype).startswith("torch.float8"):
                 tensor = tensor.float()
             return self.array(tensor.numpy(force=True), path)
@@ -269,7 +286,7 @@ class _Encoder:
                 return value.item()
             if isinstance(value, np.str_):
                 return _text(value, path)
-            if not _is_allowed(value.dtype.str):
+            if not is_allowed(value.dtype.str):
                 raise EncodeError(f"{_at(path)} is a numpy scalar of dtype {value.dtype}")
             if value.dtype.kind in "mM":  # these have no buffer, which the stock encoder asks for
                 return {b"nd": False, b"type": value.dtype.str, b"data": value.tobytes()}
@@ -317,11 +334,7 @@ class _Decoder:
         return node
 
     def array(self, node: Dict[Any, Any]) -> np.ndarray:
-        dtype, bfloat16 = _dtype(node)
-        shape = _shape(node)
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
+        form = Form.of(node)
         if b"frame" in node:
             # Frames are used once each and in order: no array shares memory with another.
             if node[b"frame"] != self.used or self.used >= len(self.buffers):
@@ -332,74 +345,15 @@ class _Decoder:
             data = node.get(b"data")
             if not isinstance(data, bytes):
                 raise DecodeError("the data of an array are not bytes")
-        view = memoryview(data)
-        if view.nbytes != size:
-            raise DecodeError(f"an array of shape {shape} and dtype {dtype} has {view.nbytes} bytes")
-        if size == 0:
-            if _empty_rows(shape) > MAX_NODES:
-                raise DecodeError(f"an array of shape {shape} has too many rows of nothing")
-            try:
-                array = np.empty(shape, dtype)
-            except ValueError as error:  # the other lengths alone are too much
-                raise DecodeError(f"an array of shape {shape} is not possible: {error}") from None
-        else:
-            array = np.frombuffer(view, dtype).reshape(shape)
-        if bfloat16:
-            words = array.astype(np.uint32)
-            words <<= 16  # in place, which keeps an array of no dimension an array
-            return words.view(np.float32)
-        if dtype.kind == "b":
-            # Another byte than 0 or 1 is no bool: numpy and torch would count it wrongly.
-            return array.view(np.uint8).astype(np.bool_)
-        flags = array.flags
-        if (self.writable and not flags.writeable) or not flags.aligned or not dtype.isnative:
-            array = array.astype(dtype.newbyteorder("="))
-        if dtype.kind == "U" and size and array.reshape(-1).view(np.uint32).max() > sys.maxunicode:
-            raise DecodeError("an array of text holds what is no character")
-        return array
+        return form.build(data, self.writable)
 
     def scalar(self, node: Dict[Any, Any]) -> Any:
-        dtype, bfloat16 = _dtype(node)
+        dtype, bfloat16 = dtype_of(node)
         data = node.get(b"data")
         is_text = dtype.kind in "SU"
         if bfloat16 or is_text or not isinstance(data, bytes) or len(data) != dtype.itemsize:
             raise DecodeError("a numpy scalar does not have the bytes of its dtype")
         return np.frombuffer(data, dtype)[0].astype(dtype.newbyteorder("="))
-
-
-def _empty_rows(shape: Tuple[int, ...]) -> int:
-    """How many parts an empty array has although it has no bytes: those before the axis of length 0."""
-    rows = 1
-    for length in shape[: shape.index(0)]:
-        rows *= length
-    return rows
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_allowed(dtype: str) -> bool:
-    return dtype in _NUMBERS or bool(_TEXT.fullmatch(dtype) or _TIME.fullmatch(dtype))
-
-
-def _dtype(node: Dict[Any, Any]) -> Tuple[np.dtype, bool]:
-    name = node.get(b"type")
-    if name == _BFLOAT16:
-        return np.dtype("<u2"), True
-    # The length first: a cache must not keep what strangers send.
-    allowed = isinstance(name, str) and len(name) < 32 and _is_allowed(name)
-    if not allowed or node.get(b"kind", b"") != b"":
-        shown = repr(name[:40]) if isinstance(name, str) else f"a {type(name).__name__}"
-        raise DecodeError(f"the dtype {shown} is not allowed")
-    return np.dtype(name), False
-
-
-def _shape(node: Dict[Any, Any]) -> Tuple[int, ...]:
-    shape = node.get(b"shape")
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
-        raise DecodeError("the shape of an array is not a short list")
-    for length in shape:
-        if type(length) is not int or not 0 <= length < 2**40:
-            raise DecodeError("the shape of an array is not made of lengths")
-    return tuple(shape)
 
 
 def _complex(node: Dict[Any, Any]) -> complex:
@@ -410,6 +364,11 @@ def _complex(node: Dict[Any, Any]) -> complex:
         return complex(text)
     except ValueError:
         raise DecodeError("a complex number is not one") from None
+
+
+def _is_swapped(dtype: np.dtype) -> bool:
+    """Whether arrays of it are not sent with the bytes that they have."""
+    return dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big")
 
 
 def _text(value: str, path: str) -> str:

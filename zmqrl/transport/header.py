@@ -101,6 +101,11 @@ class Header(NamedTuple):
         """The header's bytes."""
         return _HEADER.pack(_MARK, *self)
 
+    def pack_again(self, attempt: int, budget_ms: int) -> bytes:
+        """The header's bytes with another attempt and budget; faster than `_replace`."""
+        op, flags, request_id, _, stage, frames, rows, _, *rest = self
+        return _HEADER.pack(_MARK, op, flags, request_id, attempt, stage, frames, rows, budget_ms, *rest)
+
 
 def unpack(first: bytes) -> Header:
     """Read the header of a message from its first frame.

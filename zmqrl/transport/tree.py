@@ -48,6 +48,13 @@ def rows_of(tree: Any) -> int:
     Raises:
         EncodeError: Leaves differ in their rows, or none has any.
     """
+    if isinstance(tree, dict):
+        try:
+            counts = {child.shape[0] for child in tree.values()}
+        except (AttributeError, LookupError, TypeError):
+            counts = set()
+        if len(counts) == 1:  # a dict of arrays, as most are
+            return int(counts.pop())
     rows, first = -1, ""
     for path, leaf in leaves(tree):
         if isinstance(leaf, (list, tuple)):
