@@ -48,10 +48,6 @@ def rows_of(tree: Any) -> int:
     Raises:
         EncodeError: Leaves differ in their rows, or none has any.
     """
-    if type(tree) is dict:  # of arrays, mostly: these need no walk that knows where it is
-        counts = {len(a) if type(a) is np.ndarray and a.ndim else -1 for a in tree.values()}
-        if len(counts) == 1 and -1 not in counts:
-            return counts.pop()
     rows, first = -1, ""
     for path, leaf in leaves(tree):
         if isinstance(leaf, (list, tuple)):
