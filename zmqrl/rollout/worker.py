@@ -41,6 +41,9 @@ from zmqrl.transport.tree import rows_of
 
 log = logging.getLogger(__name__)
 
+_REPLY = int(Op.REPLY)
+"""A member of an enum costs at every look, and to pack."""
+
 _READY_EVERY = 1.0
 """Seconds after which an idle worker repeats that it is idle; the broker may have been restarted."""
 
@@ -306,7 +309,7 @@ class RolloutWorker:
             self._check_size(encoded)
             entry, header = shard.entry, shard.header
             reply = Header(
-                Op.REPLY,
+                _REPLY,
                 flags=header.flags,
                 request_id=header.request_id,
                 attempt=entry.attempt,
