@@ -49,6 +49,23 @@ class Static(Echo):
         return {"actions": out}
 
 
+class Keeping(Echo):
+    """Keeps its last observations, having changed them, and tells whether they are what it made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def infer(self, observation: dict[str, Any], eval_mask: np.ndarray) -> dict[str, Any]:
+        x = observation["x"]
+        intact = all((kept[:, ::1024] == sample).all() for kept, sample in self._kept)
+        answer = {"actions": x[:, :1].copy(), "intact": np.full(len(x), intact)}
+        x += 1
+        self._kept.append((x, x[:, ::1024].copy()))
+        del self._kept[:-5]
+        return answer
+
+
 class Touching(Echo):
     """Creates a file when a call begins, so that a test knows when that is."""
 

@@ -64,6 +64,10 @@ def test_later_overrides_win_over_earlier_ones_and_over_the_file(tmp_path: Path)
         ("env.eval.total_num_envs=3", ["env.eval.total_num_envs is 3", "at least 8"]),
         ("env.eval.rollout_epoch=0", ["env.eval.rollout_epoch"]),
         ("env=3", ["env", "3"]),
+        ("rollout.static_batch_sizes=[4,1]", ["rollout", "[4, 1]", "ascend"]),
+        ("rollout.static_batch_sizes=[0,1]", ["rollout", "[0, 1]", "from 1"]),
+        ("rollout.static_batch_sizes=4", ["rollout.static_batch_sizes", "list", "4"]),
+        ("rollout={static_batch_sizes: [1, 8], max_batch_rows: 9}", ["max_batch_rows is 9", "is 8"]),
         (f"{LINKS}crossdc_pairs=[{{src: Arm:0, dst: Env:0, delay_ms: 1}}]", ["pairs.0.src", "Arm:0"]),
         (f"{LINKS}crossdc_pairs=[{{src: Env:x, dst: Env:0, delay_ms: 1}}]", ["pairs.0.src", "Env:0-3"]),
         (f"{LINKS}crossdc_pairs=[{{src: Env:2-1, dst: Env:0, delay_ms: 1}}]", ["Env:2-1", "backwards"]),
@@ -132,6 +136,13 @@ def test_envs_are_shared_out_in_full_and_in_order() -> None:
 def test_without_a_number_each_worker_and_stage_gets_one_env() -> None:
     loaded = config.load(None, ["cluster.component_placement.env=0-4", "env.pipeline_stages=2"])
     assert loaded.total_envs("eval") == 10
+
+
+def test_a_batch_holds_no_more_rows_than_the_largest_static_size() -> None:
+    sizes = "rollout.static_batch_sizes=[1,8]"
+    assert config.load(None, []).rollout.most_rows == 0
+    assert config.load(None, [sizes]).rollout.most_rows == 8
+    assert config.load(None, [sizes, "rollout.max_batch_rows=6"]).rollout.most_rows == 6
 
 
 def test_one_client_may_fill_a_quarter_of_the_queue_unless_told_otherwise() -> None:

@@ -144,7 +144,7 @@ def _start_broker(options: argparse.Namespace) -> int:
         decoupled=loaded.runner.enable_decoupled_mode,
         limits=Limits(
             queue_size=rollout.rollout_queue_size,
-            max_rows=rollout.max_batch_rows,
+            max_rows=rollout.most_rows,
             max_wait=None if rollout.max_wait_ms is None else rollout.max_wait_ms / 1000,
             max_attempts=rollout.max_attempts,
             max_joined=broker.max_message_mb << 20,
@@ -199,6 +199,7 @@ def _start_rollout_worker(options: argparse.Namespace) -> int:
         heartbeat_s=loaded.broker.heartbeat_timeout_s,
         prefetch=loaded.rollout.prefetch,
         keys=loaded.security.keys_of("worker"),
+        static_sizes=loaded.rollout.static_batch_sizes,
     )
     what = loaded.rollout.policy or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
     where = f" on {policy.device}{threads}" if policy.device is not None else ""

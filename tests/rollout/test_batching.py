@@ -68,9 +68,24 @@ def test_trees_of_different_constants_are_not_merged(constants):
         merge([{"x": np.zeros((2, 3)), "fps": constant} for constant in constants])
 
 
-def test_a_single_shard_is_not_copied():
+def test_arrays_of_a_single_shard_are_copied_only_if_they_cannot_be_written_to():
     only = shard(3)
-    assert merge([only]) is only
+    only["state"].flags.writeable = only["gain"].flags.writeable = False
+    merged = merge([only])
+    assert_equal(merged, only)
+    assert merged["images"]["wrist"] is only["images"]["wrist"]
+    for key in ("state", "gain"):
+        assert merged[key].flags.writeable
+        assert not np.shares_memory(merged[key], only[key])
+
+
+@pytest.mark.parametrize("rows", [[3], [2, 1], [0, 4]], ids=str)
+def test_padding_repeats_the_last_row(rows):
+    shards = [shard(count, seed) for seed, count in enumerate(rows)]
+    merged = merge(shards, padding=2)
+    total = sum(rows)
+    assert_equal(select(merged, slice(0, total)), merge(shards))
+    assert_equal(select(merged, slice(total, None)), select(merge(shards), np.array([total - 1] * 2)))
 
 
 def test_bare_arrays_merge_and_split():

@@ -149,6 +149,16 @@ def test_any_mix_of_modes_keeps_the_order_of_rows(seed):
     np.testing.assert_array_equal(policy.infer(rows, mask), np.where(mask, -rows, rows))
 
 
+def test_a_function_of_one_mode_may_write_both_outputs_into_the_same_tensor():
+    out = torch.empty(4, 3, dtype=torch.float64)
+
+    def function(observation, deterministic):
+        return torch.mul(observation, -1 if deterministic else 1, out=out[: len(observation)])
+
+    output = TensorPolicy(function, "cpu").infer(state(), MIXED)
+    np.testing.assert_array_equal(output, state() * [[-1], [1], [1], [-1]])
+
+
 def test_a_module_is_told_deterministic_through_its_forward():
     class Actor(torch.nn.Module):
         def forward(self, observation, deterministic=False):

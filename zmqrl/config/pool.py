@@ -19,6 +19,10 @@ class RolloutConfig(Section):
     policy_kwargs: dict[str, Any] = Field(default_factory=dict, description="for the factory")
     rollout_queue_size: int = Field(0, ge=0, description="most requests a batch; 0: ceil(env / rollout)")
     max_batch_rows: int = Field(0, ge=0, description="most observations a batch; 0: no limit")
+    static_batch_sizes: list[int] = Field(
+        default_factory=list,
+        description="the only numbers of observations of a policy call, which is padded; []: any",
+    )
     max_wait_ms: float | None = Field(
         0.0,
         ge=0,
@@ -37,6 +41,23 @@ class RolloutConfig(Section):
     @classmethod
     def _auto_is_none(cls, value: object) -> object:
         return None if value == "auto" else value
+
+    @property
+    def most_rows(self) -> int:
+        """The most observations of a batch; 0 if nothing limits them."""
+        return self.max_batch_rows or max(self.static_batch_sizes, default=0)
+
+    @model_validator(mode="after")
+    def _sizes_hold_every_batch(self) -> RolloutConfig:
+        sizes = self.static_batch_sizes
+        if sizes != sorted(set(sizes)) or min(sizes, default=1) < 1:
+            raise ValueError(f"static_batch_sizes are {sizes}; they must ascend, from 1 or more")
+        if sizes and self.max_batch_rows > sizes[-1]:
+            raise ValueError(
+                f"max_batch_rows is {self.max_batch_rows}, but the largest of static_batch_sizes is "
+                f"{sizes[-1]}: a full batch would take several calls"
+            )
+        return self
 
 
 class BrokerConfig(Section):

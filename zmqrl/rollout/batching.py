@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from zmqrl.errors import PolicyOutputError
+from zmqrl.rollout.memory import BatchMemory
 from zmqrl.transport.tree import is_row_list
 
 
-def merge(trees: Sequence[Any]) -> Any:
+def merge(trees: Sequence[Any], memory: BatchMemory | None = None, padding: int = 0) -> Any:
     """One tree with the rows of all, in order.
 
     The signature in a request's header says which trees go together, but it is the client's word: here
@@ -20,34 +21,57 @@ def merge(trees: Sequence[Any]) -> Any:
 
     Args:
         trees: Trees of one structure; arrays [N_i, ...].
+        memory: Where the arrays are made; None to have each allocated.
+        padding: Rows to add, copies of the last one: what a policy does with them cannot be stranger
+            than with that one.
 
     Returns:
-        A tree of arrays [sum of N_i, ...]; constants as in all of them. A single tree is returned as it
-        is.
+        A tree of writable arrays [sum of N_i + padding, ...]; constants as in all of them. Arrays of a
+        single tree that can be written to are not copied, unless `memory` is pinned.
 
     Raises:
         ValueError, KeyError, TypeError: The trees differ in structure, dtypes or constants after all.
     """
     first = trees[0]
-    if len(trees) == 1:
-        return first
-    if any(type(tree) is not type(first) for tree in trees):
-        raise TypeError(f"the types differ: {', '.join(sorted({type(t).__name__ for t in trees}))}")
+    kind = type(first)
+    for tree in trees:
+        if type(tree) is not kind:
+            raise TypeError(f"the types differ: {', '.join(sorted({type(t).__name__ for t in trees}))}")
     if isinstance(first, dict):
-        if any(tree.keys() != first.keys() for tree in trees):
-            raise KeyError("the keys differ")
-        return {key: merge([tree[key] for tree in trees]) for key in first}
+        keys = first.keys()
+        for tree in trees:
+            if tree.keys() != keys:
+                raise KeyError("the keys differ")
+        return {key: merge([tree[key] for tree in trees], memory, padding) for key in first}
     if isinstance(first, np.ndarray) and any(tree.ndim for tree in trees):
-        if any(tree.dtype != first.dtype for tree in trees):
-            raise TypeError("the dtypes differ")
-        return np.concatenate(trees)
+        return _join(trees, memory, padding)
     if isinstance(first, list):
         if all(is_row_list(tree) for tree in trees):
-            return [item for tree in trees for item in tree]
-        return [merge(children) for children in zip(*trees, strict=True)]
+            joined = [item for tree in trees for item in tree]
+            return joined + joined[-1:] * padding
+        return [merge(children, memory, padding) for children in zip(*trees, strict=True)]
     if not all(_is_same(tree, first) for tree in trees):
         raise ValueError("the constants differ")
-    return first
+    return first.copy() if isinstance(first, np.ndarray) else first
+
+
+def _join(arrays: Sequence[np.ndarray], memory: BatchMemory | None, padding: int) -> np.ndarray:
+    first = arrays[0]
+    if len(arrays) == 1 and not padding and first.flags.writeable and not (memory and memory.pinned):
+        return first
+    dtype = first.dtype
+    for array in arrays:
+        if array.dtype is not dtype and array.dtype != dtype:
+            raise TypeError("the dtypes differ")
+    if memory is None and not padding:
+        return np.concatenate(arrays)
+    rows = sum(map(len, arrays))
+    shape = (rows + padding, *first.shape[1:])
+    batch = np.empty(shape, dtype) if memory is None else memory.take(shape, dtype)
+    np.concatenate(arrays, out=batch[:rows] if padding else batch)
+    if padding:
+        batch[rows:] = batch[rows - 1]
+    return batch
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +26,9 @@ class Policy(Protocol):
 
     A policy may have an attribute `version` (int): which weights it holds; replies carry it. One that
     learns has `load_state_dict(weights)`, with a dict of arrays by name.
+
+    If `infer` names a parameter `valid_mask`, it gets a bool array [N] too: False for rows that only
+    fill the batch up to one of `rollout.static_batch_sizes`, and whose actions nobody gets.
     """
 
     def infer(self, observation: Any, eval_mask: np.ndarray) -> Any:
@@ -33,6 +36,7 @@ class Policy(Protocol):
 
         Args:
             observation: A tree of arrays [N, ...], writable, in native byte order; row lists of N str.
+                It is the policy's own: it may be changed and kept.
             eval_mask: bool [N]; True where the action must be deterministic.
 
         Returns:
@@ -47,7 +51,8 @@ class TensorPolicy:
 
     * `eval_mask`: a bool tensor [N];
     * `deterministic`: a bool; a batch with both kinds of rows then takes two calls;
-    * neither: it is called without.
+    * neither: it is called without;
+    * `valid_mask`: a bool tensor [N]; see `Policy`.
 
     Floating point observations are cast to the dtype of the module's parameters; a function without
     parameters gets them as they came. Arrays of text stay numpy arrays, row lists stay lists.
@@ -66,15 +71,19 @@ class TensorPolicy:
         self.device = torch.device(device)
         self._function = function
         self._dtype: Any = None
+        # What torch.compile() makes of a module hides its signature, and has other names of weights.
+        self._module: Any = getattr(function, "_orig_mod", function)
         target: Any = function
         if isinstance(function, torch.nn.Module):
             function.to(self.device).eval()
             floating = (p.dtype for p in function.parameters() if p.is_floating_point())
             self._dtype = next(floating, None)
-            target = function.forward
-        parameters = inspect.signature(target).parameters
+            target = self._module.forward
+        parameters = parameters_of(target)
         self._takes_mask = "eval_mask" in parameters
-        self._takes_deterministic = "deterministic" in parameters
+        self._takes_valid_mask = "valid_mask" in parameters
+        self.takes_one_mode = "deterministic" in parameters and not self._takes_mask
+        self.wants_pinned = self.device.type == "cuda"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorPolicy:
         return type(self)(copy.deepcopy(self._function, memo), str(self.device))
@@ -82,16 +91,16 @@ class TensorPolicy:
     @property
     def version(self) -> int:
         """The version of the weights, if the module tells one in an attribute `version`."""
-        return int(getattr(self._function, "version", 0))
+        return int(getattr(self._module, "version", 0))
 
     @property
     def example_observation(self) -> Any:
         """The module's `example_observation`, for the warm-up; None if it has none."""
-        return getattr(self._function, "example_observation", None)
+        return getattr(self._module, "example_observation", None)
 
     def load(self) -> None:
         """Call the module's own `load`, if it has one."""
-        load = getattr(self._function, "load", None)
+        load = getattr(self._module, "load", None)
         if callable(load):
             load()
 
@@ -104,7 +113,7 @@ class TensorPolicy:
         Raises:
             WeightsError: The function is no module, or a name or shape differs; says which.
         """
-        module = self._function
+        module = self._module
         if not isinstance(module, self._torch.nn.Module):
             raise WeightsError("the policy is a function, not a module with weights")
         difference = state_difference(module.state_dict(), weights)
@@ -119,25 +128,43 @@ class TensorPolicy:
         except (TypeError, ValueError) as error:
             raise WeightsError(f"{name!r} is not made of numbers: {error}") from None
 
-    def infer(self, observation: Any, eval_mask: np.ndarray) -> Any:
-        """See `Policy.infer`."""
-        with self._torch.inference_mode():
-            tensors = self._to_tensors(observation)
-            if self._takes_mask:
-                mask = self._to_tensors(eval_mask)
-                return self._to_arrays(self._function(tensors, eval_mask=mask))
-            if not self._takes_deterministic:
-                return self._to_arrays(self._function(tensors))
-            if eval_mask.all() or not eval_mask.any():
-                deterministic = bool(eval_mask.all())
-                return self._to_arrays(self._function(tensors, deterministic=deterministic))
-            parts, order = [], []
-            for deterministic in (True, False):
-                rows = np.flatnonzero(eval_mask == deterministic)
-                part = self._function(select(tensors, rows), deterministic=deterministic)
-                parts.append(self._to_arrays(part))
-                order.append(rows)
-            return select(merge(parts), np.argsort(np.concatenate(order)))
+    def infer(
+        self, observation: Any, eval_mask: np.ndarray, valid_mask: np.ndarray | None = None
+    ) -> Any:
+        """See `Policy.infer`; without `valid_mask` all rows are valid."""
+        if valid_mask is None:
+            valid_mask = np.ones_like(eval_mask)
+        try:
+            with self._torch.inference_mode():
+                return self._infer(observation, eval_mask, valid_mask)
+        finally:
+            if self.wants_pinned:
+                # Memory of a batch is used again once nobody refers to it, which a GPU cannot: nothing
+                # may still be copied from it.
+                self._torch.cuda.current_stream(self.device).synchronize()
+
+    def _infer(self, observation: Any, eval_mask: np.ndarray, valid_mask: np.ndarray) -> Any:
+        tensors = self._to_tensors(observation)
+        masks = {}
+        if self._takes_mask:
+            masks["eval_mask"] = self._to_tensors(eval_mask)
+        if self._takes_valid_mask:
+            masks["valid_mask"] = self._to_tensors(valid_mask)
+        if not self.takes_one_mode:
+            return self._to_arrays(self._function(tensors, **masks))
+        if eval_mask.all() or not eval_mask.any():
+            deterministic = bool(eval_mask.all())
+            return self._to_arrays(self._function(tensors, deterministic=deterministic, **masks))
+        parts, order = [], []
+        for deterministic in (True, False):
+            rows = np.flatnonzero(eval_mask == deterministic)
+            part = self._function(
+                select(tensors, rows), deterministic=deterministic, **select(masks, rows)
+            )
+            # Copied: the function may write its next output into the same tensors.
+            parts.append(select(self._to_arrays(part), np.arange(len(rows))))
+            order.append(rows)
+        return select(merge(parts), np.argsort(np.concatenate(order)))
 
     def _to_tensors(self, tree: Any) -> Any:
         if isinstance(tree, dict):
@@ -147,8 +174,8 @@ class TensorPolicy:
         if not isinstance(tree, np.ndarray) or tree.dtype.kind not in "biufc":
             return tree
         tensor = self._torch.from_numpy(tree)
-        if self.device.type == "cuda":
-            # Only a copy from pinned memory overlaps with what the GPU is doing.
+        if self.wants_pinned:
+            # Only from pinned memory is copied while the GPU computes. A batch lies in it already.
             tensor = tensor.pin_memory()
         dtype = self._dtype if tensor.is_floating_point() else None
         return tensor.to(self.device, dtype, non_blocking=True)
@@ -187,6 +214,14 @@ def state_difference(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     return ""
 
 
+def parameters_of(function: Any) -> Collection[str]:
+    """The names of a function's parameters; none if it does not tell them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
 def as_policy(source: Any, device: str = "auto") -> Policy:
     """Make a policy of what a user's factory returned.
 
@@ -207,13 +242,17 @@ def as_policy(source: Any, device: str = "auto") -> Policy:
     )
 
 
-def load_policy(reference: str, kwargs: dict[str, Any], device: str = "auto") -> Policy:
+def load_policy(
+    reference: str, kwargs: dict[str, Any], device: str = "auto", static_sizes: Sequence[int] = ()
+) -> Policy:
     """Import, build, load and warm up a policy.
 
     Args:
         reference: `module:factory` or `path/to/file.py:factory`; the factory is called with `kwargs`.
         kwargs: For the factory.
         device: See `TensorPolicy`.
+        static_sizes: The numbers of rows that it will be called with, for a warm-up call each; empty for
+            one call with the rows of its example.
 
     Raises:
         ConfigError: The reference cannot be imported.
@@ -230,7 +269,7 @@ def load_policy(reference: str, kwargs: dict[str, Any], device: str = "auto") ->
         step = "failed in the warm-up call on its example_observation"
         example = getattr(policy, "example_observation", None)
         if example is not None:
-            policy.infer(example, np.ones(rows_of(example), dtype=bool))
+            _warm_up(policy, example, static_sizes)
     except PolicyLoadError:
         raise
     except Exception as error:
@@ -238,3 +277,19 @@ def load_policy(reference: str, kwargs: dict[str, Any], device: str = "auto") ->
             f"the policy {reference} {step}: {type(error).__name__}: {error}"
         ) from error
     return policy
+
+
+def _warm_up(policy: Policy, example: Any, static_sizes: Sequence[int]) -> None:
+    rows = rows_of(example)
+    takes_valid_mask = "valid_mask" in parameters_of(policy.infer)
+
+    def call(observation: Any, eval_mask: np.ndarray) -> None:
+        more = {"valid_mask": np.ones_like(eval_mask)} if takes_valid_mask else {}
+        policy.infer(observation, eval_mask, **more)
+
+    if not static_sizes:
+        call(example, np.ones(rows, dtype=bool))
+    for size in static_sizes:
+        # Each way through the policy that is compiled here is not compiled while a request waits.
+        for is_eval in (True, False):
+            call(select(example, np.arange(size) % rows), np.full(size, is_eval))

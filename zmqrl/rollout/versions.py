@@ -9,7 +9,7 @@ from typing import Any
 
 from zmqrl.errors import PolicyError, WeightsError
 from zmqrl.rollout.download import Weights, WeightsDownload
-from zmqrl.rollout.policy import Policy
+from zmqrl.rollout.policy import Policy, parameters_of
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ class PolicyVersions:
         self._policy = policy
         self._download = download
         self._version = version
+        self.takes_valid_mask = "valid_mask" in parameters_of(getattr(policy, "infer", None))
+        """Whether it is told which rows are padding."""
         self._tried: Weights | None = None
         """The newest weights when it was last looked."""
         self._held: Weights | None = None
@@ -42,6 +44,16 @@ class PolicyVersions:
     def device(self) -> Any:
         """Where it runs; None if the policy does not tell."""
         return getattr(self._policy, "device", None)
+
+    @property
+    def takes_one_mode(self) -> bool:
+        """Whether rows to explore with and rows to evaluate are two calls of it."""
+        return bool(getattr(self._policy, "takes_one_mode", False))
+
+    @property
+    def wants_pinned(self) -> bool:
+        """Whether its batches should be in page-locked memory; it says when the GPU has read them."""
+        return bool(getattr(self._policy, "wants_pinned", False))
 
     @property
     def version(self) -> int:

@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import zmq
 
 from zmqrl.errors import DecodeError, PolicyOutputError, StartupFailed, VersionMismatch
-from zmqrl.rollout.batching import check_output, merge, split
+from zmqrl.rollout.inference import Inference
 from zmqrl.rollout.policy import Policy
 from zmqrl.rollout.prefetch import Prefetch
+from zmqrl.rollout.replies import ReplyEncoder
 from zmqrl.rollout.versions import PolicyVersions
 from zmqrl.transport import sockets
-from zmqrl.transport.codec import LARGE, Encoded, decode, decode_meta, encode, encode_meta
+from zmqrl.transport.codec import LARGE, Encoded, decode, decode_meta, encode_meta
 from zmqrl.transport.header import (
     FLAG_EVAL,
     HEADER_SIZE,
@@ -40,6 +40,9 @@ from zmqrl.transport.security import Keys
 from zmqrl.transport.tree import rows_of
 
 log = logging.getLogger(__name__)
+
+_REPLY = int(Op.REPLY)
+"""A member of an enum costs at every look, and to pack."""
 
 _READY_EVERY = 1.0
 """Seconds after which an idle worker repeats that it is idle; the broker may have been restarted."""
@@ -88,6 +91,7 @@ class RolloutWorker:
         max_message_mb: Mebibytes; as the broker's. A larger reply becomes an error.
         heartbeat_s: Seconds; as the broker's.
         keys: Of a worker.
+        static_sizes: The only numbers of rows that the policy is called with; see `Inference`.
     """
 
     def __init__(
@@ -103,11 +107,16 @@ class RolloutWorker:
         max_message_mb: int = sockets.MAX_MESSAGE_MB,
         heartbeat_s: float = sockets.HEARTBEAT_S,
         keys: Keys | None = None,
+        static_sizes: Sequence[int] = (),
     ) -> None:
         self.endpoint = endpoint
         self.name = name
         self._versions = policy if isinstance(policy, PolicyVersions) else PolicyVersions(policy)
-        self._output = "actions" if serves != REWARD else "rewards"
+        key = "actions" if serves != REWARD else "rewards"
+        self._inference = Inference(self._versions, key, static_sizes)
+        self._apart = FLAG_EVAL if self._inference.wants_one_mode else 0
+        """The flags that requests of one batch must have in common."""
+        self._encoder = ReplyEncoder()
         self._introduction: dict[str, Any] = {
             "role": "worker",
             "name": name,
@@ -226,33 +235,44 @@ class RolloutWorker:
             self._send([Header(Op.AHEAD, request_id=table.number).pack()])
         self._versions.refresh()
         replies: dict[int, list[Any]] = {}
-        groups: dict[tuple[int, int], list[_Shard]] = {}
+        groups: dict[tuple[int, ...], list[_Shard]] = {}
         for entry, message in split_batch(table, frames):
             header = unpack(message[0])
             try:
-                observation = decode(message[0][HEADER_SIZE:], message[1:])
+                # Views of what came: `merge` copies them into memory that is the policy's own.
+                observation = decode(message[0][HEADER_SIZE:], message[1:], writable=False)
                 if rows_of(observation) != header.rows:
                     raise DecodeError("the header and the arrays differ in their rows")
             except Exception as error:  # whatever a stranger's bytes bring about, it is this request's
                 replies[entry.slot] = self._error(entry, header, "refused", str(error))
                 continue
-            group = groups.setdefault((header.signature, header.policy_version), [])
-            group.append(_Shard(entry, header, observation))
+            kind = (header.signature, header.policy_version, header.flags & self._apart)
+            groups.setdefault(kind, []).append(_Shard(entry, header, observation))
         self._predict_s = 0.0
         for shards in groups.values():
             replies.update(self._answer(shards))
-        entries = []
-        room = self._max_message - _ROOM_FOR_ERROR * len(table.entries)
-        for entry in table.entries:
-            reply = replies[entry.slot]
+        messages = self._within_bounds(table.entries, [replies[entry.slot] for entry in table.entries])
+        entries = [
+            Entry(entry.slot, len(message[0]), len(message) - 1, entry.attempt, 0, entry.queue_us)
+            for entry, message in zip(table.entries, messages, strict=True)
+        ]
+        result = Table(table.epoch, table.number, entries, _microseconds(self._predict_s))
+        self._send(join_batch(result, Op.RESULT, messages))
+        self._prefetch.end()
+
+    def _within_bounds(self, entries: Sequence[Entry], replies: list[list[Any]]) -> list[list[Any]]:
+        """The replies of a batch, of which those that make its frame too large are errors."""
+        room = self._max_message - _ROOM_FOR_ERROR * len(entries)
+        if sum([len(reply[0]) for reply in replies]) <= room:
+            return replies
+        bounded = []
+        for entry, reply in zip(entries, replies, strict=True):
             if len(reply[0]) > room + _ROOM_FOR_ERROR:
                 text = f"the replies of one batch are larger than {self._max_message >> 20} MiB"
-                reply = replies[entry.slot] = self._error(entry, unpack(reply[0]), "policy", text)
+                reply = self._error(entry, unpack(reply[0]), "policy", text)
             room -= max(0, len(reply[0]) - _ROOM_FOR_ERROR)
-            entries.append(entry._replace(length=len(reply[0]), frames=len(reply) - 1, origin_length=0))
-        result = Table(table.epoch, table.number, entries, _microseconds(self._predict_s))
-        self._send(join_batch(result, Op.RESULT, [replies[entry.slot] for entry in entries]))
-        self._prefetch.end()
+            bounded.append(reply)
+        return bounded
 
     def _answer(self, shards: Sequence[_Shard]) -> dict[int, list[Any]]:
         """The replies, by slot, for shards of one structure that ask for one version."""
@@ -276,27 +296,32 @@ class RolloutWorker:
 
     def _infer(self, shards: Sequence[_Shard]) -> dict[int, list[Any]]:
         rows = [shard.header.rows for shard in shards]
-        is_eval = [bool(shard.header.flags & FLAG_EVAL) for shard in shards]
-        observation = merge([shard.observation for shard in shards])
-        policy, version = self._versions.of(shards[0].header.policy_version)
-        begin = time.perf_counter()
-        output = policy.infer(observation, np.repeat(is_eval, rows))
-        seconds = time.perf_counter() - begin
+        output, version, seconds = self._inference.run(
+            [shard.observation for shard in shards],
+            rows,
+            [bool(shard.header.flags & FLAG_EVAL) for shard in shards],
+            shards[0].header.policy_version,
+        )
         self._predict_s += seconds
-        parts = split(check_output(output, sum(rows), self._output), rows)
+        predict_us = _microseconds(seconds)
         replies = {}
-        for shard, part in zip(shards, parts, strict=True):
-            # Copied: a policy may write its next output into the same arrays.
-            encoded = encode(part, copy=True)
+        for shard, encoded in zip(shards, self._encoder.encode(output, rows), strict=True):
             self._check_size(encoded)
-            header = self._reply(shard.entry, shard.header, Op.REPLY)._replace(
+            entry, header = shard.entry, shard.header
+            reply = Header(
+                _REPLY,
+                flags=header.flags,
+                request_id=header.request_id,
+                attempt=entry.attempt,
+                stage=header.stage,
                 frames=len(encoded.buffers),
-                rows=shard.header.rows,
-                predict_us=_microseconds(seconds),
-                policy_version=version,
+                rows=header.rows,
+                queue_us=entry.queue_us,
+                predict_us=predict_us,
                 signature=encoded.signature,
+                policy_version=version,
             )
-            replies[shard.entry.slot] = [header.pack() + encoded.meta, *encoded.buffers]
+            replies[entry.slot] = [reply.pack() + encoded.meta, *encoded.buffers]
         return replies
 
     def _later(self, shard: _Shard, version: int) -> list[Any]:
@@ -312,7 +337,7 @@ class RolloutWorker:
         return self._error(entry, header, "overloaded", text, retry_after_ms=_ASK_AGAIN_MS)
 
     def _check_size(self, encoded: Encoded) -> None:
-        largest = max([len(encoded.meta), *(len(buffer) for buffer in encoded.buffers)])
+        largest = max([len(encoded.meta), *map(len, encoded.buffers)])
         if largest > self._max_message - HEADER_SIZE or len(encoded.buffers) > MAX_FRAMES:
             raise PolicyOutputError(
                 f"the reply has {len(encoded.buffers)} large arrays of up to {largest / 2**20:.1f} MiB; "
@@ -320,12 +345,8 @@ class RolloutWorker:
             )
 
     def _error(self, entry: Entry, header: Header, code: str, text: str, **more: int) -> list[Any]:
-        fields = {"code": code, "message": text, **more}
-        return [self._reply(entry, header, Op.ERROR).pack() + encode_meta(fields)]
-
-    def _reply(self, entry: Entry, header: Header, op: Op) -> Header:
-        return Header(
-            op,
+        reply = Header(
+            Op.ERROR,
             flags=header.flags,
             request_id=header.request_id,
             attempt=entry.attempt,
@@ -333,6 +354,7 @@ class RolloutWorker:
             queue_us=entry.queue_us,
             policy_version=self._versions.version,
         )
+        return [reply.pack() + encode_meta({"code": code, "message": text, **more})]
 
 
 def _microseconds(seconds: float) -> int:

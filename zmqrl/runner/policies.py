@@ -93,7 +93,7 @@ def _own(config: Config) -> Policy:
     rollout = config.rollout
     if rollout.policy is None:
         raise ConfigError("no policy is named: give --policy module:factory, or set rollout.policy")
-    return load_policy(rollout.policy, rollout.policy_kwargs, rollout.device)
+    return load_policy(rollout.policy, rollout.policy_kwargs, rollout.device, rollout.static_batch_sizes)
 
 
 def _actor(config: Config, spaces: Spaces) -> Policy:
