@@ -238,6 +238,16 @@ def test_a_meta_that_another_msgpack_packed_is_read_each_time():
         assert_same(decode(longer), {"x": np.zeros((1, 2))})
 
 
+def test_a_field_that_no_array_has_is_read_past_each_time_however_deeply_nested():
+    node = msgpack.unpackb(encode({"x": np.zeros((1, 2))}).meta)
+    nested = b"\x91" * 900 + b"\x90"  # deeper than some versions of msgpack pack
+    array = msgpack.packb({**node["x"], b"more": 0})
+    assert array.endswith(b"\x00")
+    for _ in range(3):
+        meta = b"\x81\xa1x" + array[:-1] + nested
+        assert_same(decode(meta), {"x": np.zeros((1, 2))})
+
+
 def test_scalars_are_still_told_from_arrays():
     @settings(max_examples=50, deadline=None)
     @given(scalar=scalars)

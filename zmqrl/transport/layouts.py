@@ -16,10 +16,11 @@ import numpy as np
 
 from zmqrl.transport.arrays import Form, buffer_of
 
-_MAX_BYTES = 1 << 15  # of a meta whose layout is kept
-_MAX_ARRAYS = 64
-_MAX_TEXTS = 256
+_MAX_BYTES = 1 << 14  # of a meta whose layout is kept
+_MAX_ITEMS = 256  # keys and texts in it
 _MAX_DEPTH = 8
+_SMALL = {b"nd", b"type", b"kind", b"shape", b"data"}  # what is said of an array
+_LARGE = {b"nd", b"type", b"kind", b"shape", b"frame"}
 _MAX_KEPT = 64
 _FREE = 64  # misses from each of which a layout is learned
 _RARELY = 1 / 32  # of those after them
@@ -112,7 +113,7 @@ class Layouts:
     def __init__(self) -> None:
         self._kept: Dict[Hashable, Layout] = {}
         self._missed = 0
-        self.get = self._kept.get
+        self.get = self._kept.get  # the layout that a key stands for, or None
 
     def learn(self, key: Hashable, node: Any, meta: bytes, signature: int = 0) -> None:
         """Keep the layout of a tree under `key`, if it has one.
@@ -144,7 +145,7 @@ def structure_of(tree: Any, arrays: List[np.ndarray], depth: int = 0) -> Optiona
         arrays: Its arrays are added here, in the order in which they are sent.
         depth: Of this part of it.
     """
-    if type(tree) is not dict or depth > _MAX_DEPTH or len(tree) > _MAX_ARRAYS:
+    if type(tree) is not dict or depth > _MAX_DEPTH or len(tree) > _MAX_ITEMS:
         return None
     for name in tree:
         if type(name) is not str:
@@ -166,7 +167,7 @@ def structure_of(tree: Any, arrays: List[np.ndarray], depth: int = 0) -> Optiona
 
 
 def _is_text(node: Any) -> bool:
-    return type(node) is list and len(node) <= _MAX_TEXTS and all(type(item) is str for item in node)
+    return type(node) is list and len(node) <= _MAX_ITEMS and all(type(item) is str for item in node)
 
 
 def _layout_of(node: Any, meta: bytes, signature: int) -> Optional[Layout]:
@@ -191,20 +192,23 @@ class _Search:
         self.sizes: List[int] = []  # of the pieces, without the last
         self.is_framed: List[bool] = []
         self.rows: Set[Optional[int]] = set()  # of each leaf; None for a constant
+        self._left = _MAX_ITEMS
 
     def tree(self, node: Any, depth: int) -> Optional[Dict[str, Any]]:
         """The places of a dict; None if it has other leaves than arrays and text, or very many."""
         if not isinstance(node, dict) or depth > _MAX_DEPTH:
             return None
+        self._left -= len(node)
         places: Dict[str, Any] = {}
         self.packer.pack_map_header(len(node))
         for key, child in node.items():
-            if not isinstance(key, str) or len(self.is_framed) == _MAX_ARRAYS:
+            if not isinstance(key, str) or self._left < 0:
                 return None
             self.packer.pack(key)
-            if isinstance(child, dict) and child.get(b"nd") is True:
+            if isinstance(child, dict) and (child.keys() == _SMALL or child.keys() == _LARGE):
                 places[key] = self.array(child)
             elif _is_text(child):
+                self._left -= len(child)
                 self.packer.pack(child)
                 self.rows.add(len(child))
                 places[key] = child
