@@ -58,7 +58,7 @@ class Middle:
     crowds: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def measure(
-        self, clients: int, payload: int, seconds: float, warm_s: float = 0.2, every_s: float = 0.0
+        self, clients: int, payload: int, seconds: float, warm_s: float = 0.1, every_s: float = 0.0
     ) -> dict[str, float]:
         """Let the clients ask.
 
@@ -71,9 +71,10 @@ class Middle:
 
         Returns:
             `requests_per_s`; `p50_us`, `p99_us` and `p999_us` of the worst client process; `fairness`:
-            the requests of the client that had the fewest, of the mean of all; `broker_rss`, bytes of
-            memory of the broker; and CPU microseconds for a request, of `broker` (its main thread), `io`
-            (its other threads), `worker` and `client`.
+            the requests of the client that had the fewest, of the mean of all; the broker's memory in
+            bytes, `connected_rss` when each client has had one answer, and `rss` at the end; and CPU
+            microseconds for a request, of `broker` (its main thread), `io` (its other threads), `worker`
+            and `client`.
         """
         order = {"payload": payload, "seconds": seconds, "warm_s": warm_s, "every_s": every_s}
         count = len(self.crowds)
@@ -82,6 +83,7 @@ class Middle:
             self._tell(crowd, json.dumps({**order, "clients": share}))
         for crowd in self.crowds:
             self._hear(crowd, "ready")
+        connected_rss = float(_rss(self.broker.pid))
         for crowd in self.crowds:
             self._tell(crowd, "go")
         for crowd in self.crowds:
@@ -96,7 +98,8 @@ class Middle:
             "requests_per_s": sum(one["answered"] / one["seconds"] for one in told),
             **{key: max(one[key] for one in told) for key in ("p50_us", "p99_us", "p999_us")},
             "fairness": min(one["least"] for one in told) * clients / answered,
-            "broker_rss": float(_rss(self.broker.pid)),
+            "connected_rss": connected_rss,
+            "rss": float(_rss(self.broker.pid)),
             **{key: 1e6 * cpu_s / answered for key, cpu_s in spent.items()},
         }
 

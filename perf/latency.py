@@ -33,7 +33,7 @@ BARS = {"zmqrl_raw": 1.3, "zmqrl": 1.8}
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
-    case_arguments(parser, [case for case in CASES if not case.endswith("curve")], 9, 0.3)
+    case_arguments(parser, [case for case in CASES if not case.endswith("curve")], 15, 0.15)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument(
         "--payloads", nargs="+", type=int, metavar="BYTES", default=list(PAYLOADS), help="of a request"

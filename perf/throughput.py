@@ -43,7 +43,7 @@ _SERVERS = ("broker", "io", "worker")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
-    case_arguments(parser, list(CASES), 7, 0.4)
+    case_arguments(parser, list(CASES), 9, 0.3)
     parser.add_argument(
         "--clients", nargs="+", type=int, metavar="N", default=list(CLIENTS), help="in a closed loop"
     )
