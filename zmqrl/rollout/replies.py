@@ -63,7 +63,7 @@ class ReplyEncoder:
             parts: list[bytes] = []
             for name, size, piece in layout.pieces:
                 parts += (piece, bytes_of[name][begin * size : end * size])
-            encoded.append(Encoded(b"".join(parts), [], layout.signature))
+            encoded.append(Encoded(b"".join(parts), [], layout.signature, count))
         return encoded
 
     def _layout(self, output: dict[str, Any], rows: int, shapes: tuple[Any, ...]) -> _Layout | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set
 
 import msgpack
 import msgpack_numpy
@@ -60,8 +60,8 @@ class Encoded(NamedTuple):
     """The large arrays, a frame each, contiguous and no longer than the sender allowed."""
     signature: int
     """64 bits; equal for trees that can be merged into one batch."""
-    rows: Optional[int] = None
-    """The rows of all leaves, if the codec knows them without another walk."""
+    rows: Optional[int]
+    """Of all leaves; None if they differ in their rows, or none has any."""
 
 
 def encode(tree: Any, copy: bool = True) -> Encoded:
@@ -98,7 +98,8 @@ def encode(tree: Any, copy: bool = True) -> Encoded:
     signature = _cached_hash(shape) if len(shape) <= _MAX_CACHED else _hash(shape)
     if structure is not None and not any(_is_swapped(array.dtype) for array in arrays):
         _written.learn(structure, node, meta, signature)
-    return Encoded(meta, encoder.buffers, signature)
+    rows = encoder.rows.pop() if len(encoder.rows) == 1 else None
+    return Encoded(meta, encoder.buffers, signature, rows)
 
 
 def decode(meta: Any, buffers: Sequence[Any] = (), writable: bool = True) -> Any:
@@ -178,12 +179,13 @@ _read = Layouts()
 
 
 class _Encoder:
-    """One walk over a tree: collects the large buffers, and the words of the signature."""
+    """One walk over a tree: collects large buffers, numbers of rows, and the words of the signature."""
 
     def __init__(self, copy: bool) -> None:
         self.copy = copy
         self.buffers: List[memoryview] = []
         self.shape: List[str] = []
+        self.rows: Set[int] = set()
 
     def node(self, node: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -197,6 +199,7 @@ class _Encoder:
                 raise EncodeError(f"{_at(path)} has {len(node)} items; {MAX_NODES} is the most")
             if is_row_list(node):
                 self.shape.append("rows;")
+                self.rows.add(len(node))
                 return [self.scalar(item, f"{path}[{i}]") for i, item in enumerate(node)]
             self.shape.append("(")
             children = [self.node(c, f"{path}[{i}]", depth + 1) for i, c in enumerate(node)]
@@ -254,6 +257,7 @@ class _Encoder:
             )
         if array.ndim:
             self.shape.append(f"{dtype}{array.shape[1:]};")
+            self.rows.add(array.shape[0])
         else:
             self.shape.append(f"{dtype}={array.tolist()!r};")
         packed: Dict[bytes, Any] = {

@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     signature: int
     """Of the tree; 0 if it was received."""
     rows: Optional[int]
-    """Of all leaves, if it is the same for all."""
+    """Of all leaves; None if they differ in their rows, or none has any."""
 
     def write(self, arrays: Sequence[np.ndarray], copy: bool) -> Tuple[bytes, List[memoryview]]:
         """The meta and the large arrays of a tree.
@@ -191,7 +191,7 @@ class _Search:
         self.packer = msgpack.Packer(use_bin_type=True, autoreset=False)
         self.sizes: List[int] = []  # of the pieces, without the last
         self.is_framed: List[bool] = []
-        self.rows: Set[Optional[int]] = set()  # of each leaf; None for a constant
+        self.rows: Set[int] = set()
         self._left = _MAX_ITEMS
 
     def tree(self, node: Any, depth: int) -> Optional[Dict[str, Any]]:
@@ -231,5 +231,5 @@ class _Search:
         at = sum(self.is_framed) if is_framed else len(self.sizes) - 1
         self.is_framed.append(is_framed)
         form = Form.of(node)
-        self.rows.add(form.shape[0] if form.shape else None)
+        self.rows.update(form.shape[:1])
         return _Place(is_framed, at, not is_framed and form.is_plain, form)
