@@ -99,11 +99,15 @@ class Broker:
         self._pool.now = clock - self._paused
         self._status_meta = None
 
-    def tick(self) -> None:
-        """Do what is due: deadlines, stuck batches, probes."""
+    def tick(self) -> bool:
+        """Do what is due: deadlines, stuck batches, probes.
+
+        Returns:
+            Whether it was time for that, as it is a few times a second.
+        """
         pool = self._pool
         if pool.now < self._ticked + TICK:
-            return
+            return False
         self._ticked = pool.now
         for request in list(pool.requests.values()):
             if pool.now >= request.deadline:
@@ -113,6 +117,7 @@ class Broker:
             if worker.batch is not None and pool.now >= worker.batch.begun + limit:
                 self._workers.quarantine(worker, f"held it for {limit:g} s (rollout.attempt_timeout_s),")
         self._probe()
+        return True
 
     def timeout(self) -> float:
         """Seconds after which `tick` and `dispatch` want to be called again."""

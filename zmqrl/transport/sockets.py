@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 NOBLOCK = int(zmq.NOBLOCK)
 SNDMORE = int(zmq.SNDMORE)
 NOBLOCK_SNDMORE = NOBLOCK | SNDMORE
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
 
 MAX_MESSAGE_MB = 256
 """Mebibytes that a frame may have, unless configured otherwise."""
@@ -144,6 +146,11 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[Any], copied: int = 1) -> b
                 return False
             raise  # only the first frame can be refused
     return True
+
+
+def has_input(socket: zmq.Socket[bytes]) -> bool:
+    """Whether there is a message to read; a third of the price of a `zmq.Again` that says that not."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def sender(socket: zmq.Socket[bytes]) -> Callable[[bytes, Sequence[Any]], None]:
