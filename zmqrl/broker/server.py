@@ -90,7 +90,7 @@ class BrokerServer:
         """Serve until `stopping` says so, then answer what is open with an ERROR and close.
 
         Args:
-            stopping: Asked at least four times a second.
+            stopping: Asked a few times a second.
         """
         poller = zmq.Poller()
         poller.register(self._frontend, zmq.POLLIN)
