@@ -257,7 +257,10 @@ def case_arguments(
         help=f"of {', '.join(cases)} (default all)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="in each of which all take turns (default 5)"
+        "--rounds",
+        type=int,
+        default=rounds,
+        help=f"in each of which all take turns (default {rounds})",
     )
     parser.add_argument(
         "--seconds", type=float, default=seconds, help=f"of a case in a round (default {seconds})"
