@@ -26,6 +26,7 @@ BENCHES = (
     "latency",
     "throughput",
     "scale",
+    "batching",
     "faults",
     "soak",
     "fuzz",

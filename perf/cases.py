@@ -30,7 +30,8 @@ REFERENCE = "c_proxy"
 
 CASES = {
     "direct_echo": "no broker: a ROUTER that answers",
-    "c_proxy": "libzmq's own zmq.proxy",
+    "c_proxy": "libzmq's own zmq.proxy, and a worker that does the least that Python can",
+    "c_proxy_multipart": "the same with a worker of recv_multipart and send_multipart",
     "textbook_broker": "the least-recently-used queue of the ZeroMQ guide, in Python",
     "zmqrl_raw": "the broker of bin/start-broker, and peers that do as little as its protocol lets them",
     "zmqrl": "PolicyClient, the broker of bin/start-broker, and a RolloutWorker with a trivial policy",
@@ -151,6 +152,8 @@ class Stage:
         workers: int = 1,
         crowds: int = 1,
         source: Path = ROOT,
+        policy: str = f"{Path(__file__).resolve()}:Echo",
+        settings: Sequence[str] = (),
     ) -> Middle:
         """Start all processes of a case.
 
@@ -160,6 +163,8 @@ class Stage:
             workers: How many answer.
             crowds: How many client processes share the clients.
             source: The checkout whose broker and raw worker run.
+            policy: Of the case `zmqrl`.
+            settings: Of zmqrl's processes, `key=value`.
         """
         front, back = self._endpoints(transport)
         keys = [str(self._folder / "keys")] if case.endswith("curve") else []
@@ -169,14 +174,16 @@ class Stage:
             middle = Middle(case, self._run(references, "echo-server", front), [])
             middle.workers.append(middle.broker)
             workers = 0
-        elif case == "c_proxy":
+        elif case.startswith("c_proxy"):
             middle = Middle(case, self._run(references, "proxy", front, back), [])
+            if case == "c_proxy_multipart":
+                worker[1] = "multipart-worker"
         elif case == "textbook_broker":
             middle = Middle(case, self._run(references, "textbook-broker", front, back), [])
             worker[1] = "textbook-worker"
         else:
             common = [f"broker.frontend={front}", f"broker.backend={back}"]
-            common += [f"security.keys={folder}" for folder in keys]
+            common += [*(f"security.keys={folder}" for folder in keys), *settings]
             mode = "runner.enable_decoupled_mode=true"  # the other mode has no clients without a rank
             broker = self._run("-m", "zmqrl", "start-broker", *common, mode, source=source)
             middle = Middle(case, broker, [])
@@ -184,7 +191,7 @@ class Stage:
             if case == "zmqrl":
                 form = "policy"
                 worker = ["-m", "zmqrl", "start-rollout-worker", *common]
-                worker.append(f"--policy={Path(__file__).resolve()}:Echo")
+                worker.append(f"--policy={policy}")
         middle.workers += [self._run(*worker, source=source) for _ in range(workers)]
         clients = (str(PERF / "crowd.py"), form, front, *keys)
         middle.crowds += [self._run(*clients, stderr=None) for _ in range(crowds)]

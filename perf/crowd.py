@@ -152,12 +152,15 @@ class Policy:
 
     def __init__(self, endpoint: str, payload: int, keys: list[str]) -> None:
         self._client = PolicyClient(endpoint, timeout=_PATIENCE, keys=keys[0] if keys else None)
-        # One thread waits for all of the crowd, for which there is no public way.
-        self.socket = self._client._connection._socket
         self.asked = 0.0
         self.due = 0.0
         self.answered = 0
         self._observation = {"x": np.zeros((1, payload), np.uint8)}
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """The socket of now: one thread waits for all of the crowd, for which there is no public way."""
+        return self._client._connection._socket
 
     def greet(self) -> None:
         """Nothing: it has said HELLO."""

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 COLOURS = {
     "direct_echo": "#999999",
     "c_proxy": "#000000",
+    "c_proxy_multipart": "#666666",
     "textbook_broker": "#D55E00",
     "zmqrl_raw": "#0072B2",
     "zmqrl": "#009E73",

@@ -2,6 +2,7 @@
 
     python perf/references.py echo-server FRONTEND
     python perf/references.py echo-worker BACKEND
+    python perf/references.py multipart-worker BACKEND
     python perf/references.py proxy FRONTEND BACKEND
     python perf/references.py textbook-broker FRONTEND BACKEND
     python perf/references.py textbook-worker BACKEND
@@ -33,6 +34,14 @@ def echo_worker(backend: str) -> None:
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(backend)
     _echo(socket)
+
+
+def multipart_worker(backend: str) -> None:
+    """The same with the calls that one finds in pyzmq's guide."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(backend)
+    while True:
+        socket.send_multipart(socket.recv_multipart())
 
 
 def _echo(socket: zmq.Socket[bytes]) -> None:
