@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BENCHES = (
     "latency",
-    "throughput",
+    "throughput", "decoupled",
     "scale",
     "faults",
     "soak",
