@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ COLUMNS = (
     "to_normal",
     "to_bound",
     "others_per_s",
+    "others_to_bound",
     "others_kept",
     "ok",
 )
@@ -44,6 +45,9 @@ CASES = {"normal": 2, "decoupled": 2, "bound": ENVS}
 """The rollout workers of each. In `bound` each env worker has one of its own, so none waits for another:
 no scheduler can be faster, unless its batches are cheaper."""
 
+UNDISTURBED = "undisturbed"
+"""Beside those where one env worker falls behind: the same as `decoupled`, and none does."""
+
 DELAYS = {
     "constant": "{type: constant, delay: 0.1}",
     "uniform": "{type: uniform, low: 0.1, high: 0.2}",
@@ -54,7 +58,6 @@ DELAYS = {
 """Each but `uniform` differs from `constant` in one thing: 5 % of the steps take a second longer, or env
 worker 0 is five times slower, or hangs for ten seconds."""
 
-EVEN = "constant"
 OTHERS = ("slow", "stuck")
 """Delays that befall env worker 0 alone; the other env workers are counted apart."""
 
@@ -92,10 +95,9 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     delays = [delay for delay in DELAYS if delay in options.only]
     for policy in options.policies if delays else ():
         with _pools(policy) as pools:
-            even: dict[str, float] = {}
             for delay in delays:
                 rates = _measure(pools, delay, options)
-                yield from _rows(rates, policy, delay, even)
+                yield from _rows(rates, policy, delay)
     if "stages" in options.only:
         for policy in STAGES:
             yield from _stages(policy, options)
@@ -104,30 +106,27 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 # -- Rows
 
 
-def _rows(
-    rates: dict[str, np.ndarray], policy: str, delay: str, even: dict[str, float]
-) -> Iterator[dict[str, Any]]:
+def _rows(rates: dict[str, np.ndarray], policy: str, delay: str) -> Iterator[dict[str, Any]]:
     """The rows of one delay.
 
     Args:
         rates: Of each case, env steps per second [rounds, env workers].
         policy: Its name.
         delay: Its name.
-        even: Env steps per second of one env worker, by case, where none is slower than others.
     """
-    if delay == EVEN:
-        even.update({case: float(np.median(of_case.mean(1))) for case, of_case in rates.items()})
-    for case, of_case in rates.items():
+    for case in CASES:
         row: dict[str, Any] = {"case": case, "policy": policy, "delay": delay}
-        total = of_case.sum(1)
+        total = rates[case].sum(1)
         row["env_steps_per_s"] = float(np.median(total))
         for other in ("normal", "bound"):
             row[f"to_{other}"] = float(np.median(total / rates[other].sum(1)))
         if delay in OTHERS:
-            row["others_per_s"] = float(np.median(of_case[:, 1:].sum(1)))
-            if case in even:
-                row["others_kept"] = row["others_per_s"] / even[case] / (ENVS - 1)
+            others = rates[case][:, 1:].sum(1)
+            row["others_per_s"] = float(np.median(others))
+            row["others_to_bound"] = float(np.median(others / rates["bound"][:, 1:].sum(1)))
         if case == "decoupled":
+            if delay in OTHERS:
+                row["others_kept"] = float(np.median(others / rates[UNDISTURBED][:, 1:].sum(1)))
             row["ok"] = _is_ok(row)
         yield row
 
@@ -253,31 +252,24 @@ def _pool(stack: ExitStack, kwargs: dict[str, float], workers: int = 2, decouple
     return pool
 
 
-class _pools:
+@contextmanager
+def _pools(policy: str) -> Iterator[dict[str, Pool]]:
     """The pools of all cases."""
-
-    def __init__(self, policy: str) -> None:
-        self._stack = ExitStack()
-        self._policy = policy
-
-    def __enter__(self) -> dict[str, Pool]:
-        with ExitStack() as stack:
-            pools = {
-                case: _pool(stack, POLICIES[self._policy], workers, case == "decoupled")
-                for case, workers in CASES.items()
-            }
-            for case, pool in pools.items():
-                pool.wait_for_workers(CASES[case])
-            self._stack = stack.pop_all()
-        return pools
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+    with ExitStack() as stack:
+        pools = {}
+        for case, workers in {**CASES, UNDISTURBED: CASES["decoupled"]}.items():
+            pools[case] = _pool(
+                stack, POLICIES[policy], workers, decoupled=case in ("decoupled", UNDISTURBED)
+            )
+        for case, pool in pools.items():
+            pool.wait_for_workers(CASES.get(case, CASES["decoupled"]))
+        yield pools
 
 
 def _measure(pools: dict[str, Pool], delay: str, options: argparse.Namespace) -> dict[str, np.ndarray]:
     """Env steps per second under one delay, by case [rounds, env workers]."""
     rounds = []
+    pools = {case: pool for case, pool in pools.items() if case in CASES or delay in OTHERS}
     if delay == "stuck":  # each window is within the ten seconds of a stall
         for _ in range(options.rounds):
             rounds += _windows(pools, delay, 1, options.seconds)
@@ -287,7 +279,11 @@ def _measure(pools: dict[str, Pool], delay: str, options: argparse.Namespace) ->
 
 
 def _windows(pools: dict[str, Pool], delay: str, count: int, seconds: float) -> list[list[np.ndarray]]:
-    crowds = [Crowd(pool, ENVS, [f"env.delay_sampler={DELAYS[delay]}"]) for pool in pools.values()]
+    """Env workers of all pools come, are measured so many times, and go."""
+    crowds = []
+    for case, pool in pools.items():
+        sampler = DELAYS["constant" if case == UNDISTURBED else delay]
+        crowds.append(Crowd(pool, ENVS, [f"env.delay_sampler={sampler}"]))
     for crowd in crowds:
         crowd.wait_for(_STUCK_AT if delay == "stuck" else _BEGUN)
     windows = [_window(crowds, seconds) for _ in range(count)]

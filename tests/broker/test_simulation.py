@@ -94,7 +94,7 @@ class Hour:
 
 
 def throughput(clients_at):
-    """Of workers that are all busy, and the mean size of their batches, with all clients accounted for."""
+    """Of workers that are all busy, and the mean size of their batches: all clients are somewhere."""
     low, high = 0.0, CLIENTS / WORKERS
     while high - low > 1e-6:
         n = (low + high) / 2
