@@ -24,6 +24,7 @@ from zmqrl.transport.header import (
     HEADER_SIZE,
     Header,
     Op,
+    Table,
     join_batch,
     request_id_of,
     split_batch,
@@ -249,11 +250,11 @@ class Simulation:
         for entry, message in split_batch(table, frames):
             header = Header(Op.REPLY, request_id=request_id_of(message[0]), queue_us=entry.queue_us)
             replies.append([header.pack() + message[0][HEADER_SIZE:]])
-            entries.append(entry._replace(origin=b""))
+            entries.append(entry._replace(origin_length=0))
         worker.batches += 1
         worker.shards += len(entries)
-        result = join_batch(table._replace(entries=entries), Op.RESULT, replies)
-        self.broker.from_worker(peer, result)
+        result = Table(table.epoch, table.number, entries)
+        self.broker.from_worker(peer, join_batch(result, Op.RESULT, replies))
 
     # -- The server's loop
 
