@@ -332,7 +332,9 @@ class FixedRanks:
                 self._peers.live_workers(),
                 key=lambda worker: (worker.rank is None, worker.rank or 0, worker.since),
             )
-            self._bound = {p: _home(c, live) for p, c in self._peers.clients.items()}
+            world = max([len(live), *(worker.world_size or 0 for worker in live)])
+            by_rank = {worker.rank: worker for worker in live}
+            self._bound = {p: _home(c, live, world, by_rank) for p, c in self._peers.clients.items()}
             self._bound_at = self._peers.changes
             self._blockers.clear()
         return self._bound
@@ -345,10 +347,10 @@ def _first_of_each_client(requests: Iterable[Request]) -> list[Request]:
     return list(first.values())
 
 
-def _home(client: Client, live: list[Worker]) -> Worker | None:
+def _home(
+    client: Client, live: list[Worker], world: int, by_rank: dict[int | None, Worker]
+) -> Worker | None:
     if not live or client.rank is None or client.world_size is None:
         return None
-    world = max([worker.world_size or 0 for worker in live] + [len(live)])
-    home = client.rank * world // client.world_size
-    by_rank = {worker.rank: worker for worker in live}
-    return by_rank.get(home) or live[client.rank * len(live) // client.world_size]
+    home = by_rank.get(client.rank * world // client.world_size)
+    return home or live[client.rank * len(live) // client.world_size]
