@@ -234,9 +234,12 @@ class Crowd:
         said = self._pool.lines
         wait_for(lambda: self.steps().min() >= steps, f"{steps} steps of each; {said}", timeout)
 
-    def close(self) -> None:
-        """End them."""
+    def end(self) -> None:
+        """Tell them to end."""
         self._pool.terminate("crowd")
+
+    def close(self) -> None:
+        """Wait for their end."""
         self._pool.wait_for_exit("crowd")
         wait_for(lambda: not self._pool.status()["clients"], "the goodbye of all env workers")
 
@@ -287,6 +290,8 @@ def _windows(pools: dict[str, Pool], delay: str, count: int, seconds: float) -> 
     for crowd in crowds:
         crowd.wait_for(_STUCK_AT if delay == "stuck" else _BEGUN)
     windows = [_window(crowds, seconds) for _ in range(count)]
+    for crowd in crowds:
+        crowd.end()
     for crowd in crowds:
         crowd.close()
     return windows
