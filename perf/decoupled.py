@@ -244,7 +244,7 @@ class Crowd:
 
     def close(self) -> None:
         """Wait for their end."""
-        self._pool.wait_for_exit("crowd")
+        self._pool.wait_for_exit("crowd", 60.0)
         wait_for(lambda: not self._pool.status()["clients"], "the goodbye of all env workers")
 
 

@@ -62,7 +62,7 @@ def main() -> None:
     from zmqrl.process import StopSignal, tie_to_launcher
 
     tie_to_launcher()
-    stop = StopSignal().install()
+    stop = StopSignal(patience_s=60).install()  # a machine may have other things to do
     children = []
     for rank, overrides in json.loads(sys.argv[1]):
         pid = os.fork()
