@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BENCHES = (
     "latency",
-    "throughput", "decoupled",
+    "throughput",
     "scale",
+    "decoupled",
     "faults",
     "soak",
     "fuzz",

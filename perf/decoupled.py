@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 from faults.pool import Pool, wait_for
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 ABOUT = "Env steps per second of both modes, with env workers of uneven speed."
 
@@ -183,9 +181,11 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     policies = [policy for policy in POLICIES if any(row["policy"] == policy for row in rows)]
     if not policies:
         return
-    figure = Figure(figsize=(5 * len(policies), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, policy in zip(figure.subplots(1, len(policies), squeeze=False)[0], policies, strict=True):
+    from pictures import figure, save
+
+    canvas, axes_of = figure(1, len(policies), width=5.2 * len(policies), height=4.2)
+    all_axes = axes_of if len(policies) > 1 else [axes_of]
+    for axes, policy in zip(all_axes, policies, strict=True):
         chosen = [row for row in rows if row["policy"] == policy]
         delays = [delay for delay in DELAYS if any(row["delay"] == delay for row in chosen)]
         for place, case in enumerate(CASES):
@@ -197,10 +197,10 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
             axes.bar_label(bars, fmt="%.0f", fontsize=7)
         axes.set_xticks(range(len(delays)), [_LABELS[delay] for delay in delays], fontsize=8)
         axes.set(title=f"policy: {policy} a batch", ylabel="env steps/s")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3)
-    figure.suptitle(f"{ENVS} env workers, 2 rollout workers (bound: one for each env worker)")
-    figure.savefig(folder / "decoupled.png", dpi=110)
+        axes.grid(visible=False, axis="x")
+    canvas.legend(*axes.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3)
+    canvas.suptitle(f"{ENVS} env workers, 2 rollout workers (bound: one for each env worker)")
+    save(canvas, folder / "decoupled.png")
 
 
 # -- Measuring
