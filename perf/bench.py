@@ -27,6 +27,7 @@ BENCHES = (
     "throughput",
     "scale",
     "batching",
+    "decoupled",
     "faults",
     "soak",
     "fuzz",

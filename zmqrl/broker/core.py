@@ -109,9 +109,9 @@ class Broker:
         if pool.now < self._ticked + TICK:
             return False
         self._ticked = pool.now
-        for request in list(pool.requests.values()):
-            if pool.now >= request.deadline:
-                pool.fail(request, words.error("deadline", pool.explain(request), request.request_id))
+        late = [request for request in pool.requests.values() if pool.now >= request.deadline]
+        for request in late:
+            pool.fail(request, words.error("deadline", pool.explain(request), request.request_id))
         limit = pool.options.attempt_timeout
         for worker in list(pool.workers.values()):
             if worker.batch is not None and pool.now >= worker.batch.begun + limit:
@@ -135,11 +135,13 @@ class Broker:
             if busy or pool.now >= worker.probed + _PROBE_SILENT_AFTER:
                 worker.probed = pool.now
                 pool.to_workers.append((worker.peer, probe))
-        for client in pool.clients.values():
-            silent = _PROBE_SILENT_AFTER
-            if not pool.options.decoupled and not self._asks_for_default(client):
-                silent = _PROBE_BUSY_AFTER  # a barrier may be waiting for it
-            if pool.now >= max(client.heard, client.probed) + silent:
+        bound = not pool.options.decoupled
+        lately, before = pool.now - _PROBE_BUSY_AFTER, pool.now - _PROBE_SILENT_AFTER
+        for client in pool.clients.values():  # of which there may be thousands
+            last = client.heard if client.heard > client.probed else client.probed
+            # A barrier may be waiting for one that does not ask.
+            barrier = bound and last <= lately and not self._asks_for_default(client)
+            if last <= before or barrier:
                 client.probed = pool.now
                 pool.to_clients.append((client.peer, probe))
 

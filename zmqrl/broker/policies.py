@@ -103,6 +103,10 @@ class Policies:
         # One that is past was looked at already: the batch is not for a worker that is idle.
         return min((wake for wake in wakes if wake is not None and wake > now), default=None)
 
+    def wait_for_workers(self) -> bool:
+        """Whether any request waits."""
+        return any(len(policy.schedule) for policy in self._kept.values())
+
     def waiting(self) -> dict[str, int]:
         """The number of waiting requests by policy: its name, or else its number."""
         return {

@@ -111,6 +111,9 @@ class _Queue:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request: Request) -> bool:
+        return request.slot in self._requests
+
     def oldest(self) -> Request | None:
         return next(iter(self._requests.values()), None)
 
@@ -243,6 +246,8 @@ class FixedRanks:
         self._groups: dict[tuple[bool, int], _Queue] = {}
         self._bound: dict[bytes, Worker | None] = {}
         self._bound_at = -1
+        self._blockers: dict[tuple[bool, int, bytes], Client] = {}
+        """Whom a barrier was found waiting for: while it still does, nobody else need be looked at."""
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._groups.values())
@@ -254,6 +259,7 @@ class FixedRanks:
 
     def put_back(self, requests: list[Request]) -> None:
         """Take requests back, oldest first, ahead of all others."""
+        self._blockers.clear()
         for request in reversed(requests):
             self._group(request).put_back([request])
 
@@ -296,21 +302,28 @@ class FixedRanks:
         Whom a batch has no room for, and who was lost with a worker, need not wait for all again.
         """
         homes = self._homes()
+        blocker = self._blockers.get((*key, worker.peer))
+        if blocker is not None and self._holds_up(blocker, queue, key):
+            return []
         waiting = [r for r in queue.all() if homes.get(r.client.peer) is worker]
         released = _first_of_each_client(r for r in waiting if r.released)
         if released or not waiting:
             return released
-        first = _first_of_each_client(waiting)
-        present = {request.client.peer for request in first}
-        is_eval, stage = key
         for client in self._peers.clients.values():
-            # One that has not asked yet is waited for as well; it will begin with the first stage.
-            mode = client.modes.get(stage, client.eval if stage == 0 else None)
-            if mode is is_eval and homes[client.peer] is worker and client.peer not in present:
+            if homes[client.peer] is worker and self._holds_up(client, queue, key):
+                self._blockers[(*key, worker.peer)] = client
                 return []
+        first = _first_of_each_client(waiting)
         for request in first:
             request.released = True
         return first
+
+    def _holds_up(self, client: Client, queue: _Queue, key: tuple[bool, int]) -> bool:
+        """Whether the barrier of a group has to wait for `client`."""
+        is_eval, stage = key
+        # One that has not asked yet is waited for as well; it will begin with the first stage.
+        mode = client.modes.get(stage, client.eval if stage == 0 else None)
+        return mode is is_eval and not any(request in queue for request in client.requests.values())
 
     def _homes(self) -> dict[bytes, Worker | None]:
         """The rollout worker of each client; worked out anew when a peer came or went."""
@@ -319,8 +332,11 @@ class FixedRanks:
                 self._peers.live_workers(),
                 key=lambda worker: (worker.rank is None, worker.rank or 0, worker.since),
             )
-            self._bound = {p: _home(c, live) for p, c in self._peers.clients.items()}
+            world = max([len(live), *(worker.world_size or 0 for worker in live)])
+            by_rank = {worker.rank: worker for worker in live}
+            self._bound = {p: _home(c, live, world, by_rank) for p, c in self._peers.clients.items()}
             self._bound_at = self._peers.changes
+            self._blockers.clear()
         return self._bound
 
 
@@ -331,10 +347,10 @@ def _first_of_each_client(requests: Iterable[Request]) -> list[Request]:
     return list(first.values())
 
 
-def _home(client: Client, live: list[Worker]) -> Worker | None:
+def _home(
+    client: Client, live: list[Worker], world: int, by_rank: dict[int | None, Worker]
+) -> Worker | None:
     if not live or client.rank is None or client.world_size is None:
         return None
-    world = max([worker.world_size or 0 for worker in live] + [len(live)])
-    home = client.rank * world // client.world_size
-    by_rank = {worker.rank: worker for worker in live}
-    return by_rank.get(home) or live[client.rank * len(live) // client.world_size]
+    home = by_rank.get(client.rank * world // client.world_size)
+    return home or live[client.rank * len(live) // client.world_size]

@@ -127,8 +127,10 @@ class WorkerLeg:
 
     def dispatch(self) -> None:
         """Give waiting requests to idle workers of their policy, the longest idle first."""
-        pool = self._pool
+        pool, policies = self._pool, self._pool.policies
         for worker in list(pool.idle.values()):
+            if not policies.wait_for_workers():
+                return  # spares the look at every idle worker
             requests = worker.policy.schedule.take(worker, pool.now)
             if requests:
                 self._send_batch(worker, requests)
