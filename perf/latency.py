@@ -84,7 +84,11 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
             }
             bars(one, heights, [size_text(payload) for payload in payloads])
         axes[0].set(xlabel="payload", ylabel="median round trip (µs)", title=f"1 client, {transport}")
-        axes[1].set(xlabel="payload", ylabel="median round trip / that of c_proxy", title="ratio")
+        axes[1].set(
+            xlabel="payload",
+            ylabel="median round trip / that of c_proxy",
+            title="ratio; dashed: the bars",
+        )
         for case, bar in BARS.items():
             axes[1].axhline(bar, color=colour_of(case), linestyle="--", linewidth=1)
         axes[0].legend(frameon=False)

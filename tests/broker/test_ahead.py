@@ -44,8 +44,8 @@ def test_one_batch_more_is_all_that_a_worker_is_given():
     assert worker.who[2:] == [["a4", "a5"]]
 
 
-def test_less_than_half_a_batch_is_not_sent_ahead():
-    pool = Pool(queue_size=4)
+def test_less_than_a_full_batch_is_not_sent_ahead():
+    pool = Pool(queue_size=2)
     client, worker = pool.client("a"), pool.worker("w")
     client.ask()
     pool.turn()
@@ -170,15 +170,16 @@ def test_a_batch_that_cannot_be_sent_ahead_leaves_the_first_where_it_is():
     pool, _, worker = busy_ahead(asked=0)
     second = pool.client("b")
     second.ask()
+    second.ask()
     pool.broker.dispatch()
     pool.broker.take_outbox()
     pool.broker.undelivered(worker.peer)
     assert pool.status["workers"][0]["shards"] == 1
-    assert pool.status["open_requests"] == 2
+    assert pool.status["open_requests"] == 3
     worker.answer()
     pool.turn()
-    assert worker.who == [["a1"], ["b1"]]
-    assert [entry.attempt for entry, _ in worker.batch.shards] == [0]
+    assert worker.who == [["a1"], ["b1", "b2"]]
+    assert [entry.attempt for entry, _ in worker.batch.shards] == [0, 0]
 
 
 def test_in_normal_mode_nothing_is_sent_ahead():

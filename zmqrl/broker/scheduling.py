@@ -213,8 +213,8 @@ class SharedQueue:
         self._batch_s += _SHARE * (seconds - self._batch_s)
 
     def is_long(self) -> bool:
-        """Half a batch: what waits behind a batch is not there for others, so few would be too early."""
-        return len(self._queue) * 2 >= self.cap()
+        """A full batch: a smaller one would only have to be paid for sooner."""
+        return len(self._queue) >= self.cap()
 
     def wake_at(self) -> float | None:
         """When the partial batch that is held open must leave."""
