@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cases import Stage, in_turn, medians, ratio
 
 ABOUT = "Requests per second with and without early batches (prefetch) and held ones (max_wait_ms)."
 
-COLUMNS = ("case", "policy", "requests_per_s", "to_plain", "p50_us", "p99_us", "worker_us")
+COLUMNS = ("case", "policy", "queue_size", "requests_per_s", "to_plain", "p50_us", "p99_us", "worker_us")
 
 PLAIN = "plain"
 
@@ -23,11 +24,13 @@ CASES = {
     "prefetch": ("rollout.prefetch=true", "rollout.max_wait_ms=0"),
     "prefetch_auto": ("rollout.prefetch=auto", "rollout.max_wait_ms=0"),
     "max_wait_auto": ("rollout.prefetch=false", "rollout.max_wait_ms=auto"),
-    "both_auto": ("rollout.prefetch=auto", "rollout.max_wait_ms=auto"),
 }
 
 POLICIES = {"0.5 ms": (0.0005, 0.0), "5 ms": (0.005, 0.0), "60 ms + 4 ms/row": (0.06, 0.004)}
 """Seconds of a batch, and of each of its rows."""
+
+QUEUE_SIZES = (0, 8)
+"""`rollout.rollout_queue_size`: all clients but those of the other workers, or few of those that wait."""
 
 
 class Slow:
@@ -53,17 +56,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the medians of each case and policy."""
-    for name in options.only:
+    """Yield the medians of each case, policy and size of the queue."""
+    for name, queue_size in product(options.only, QUEUE_SIZES):
         base, per_row = POLICIES[name]
-        kwargs = f"rollout.policy_kwargs={{base: {base}, per_row: {per_row}}}"
+        common = (
+            f"rollout.policy_kwargs={{base: {base}, per_row: {per_row}}}",
+            f"rollout.rollout_queue_size={queue_size}",
+        )
         with Stage() as stage:
             middles = {
                 case: stage.start(
                     "zmqrl",
                     workers=options.workers,
                     policy=f"{Path(__file__).resolve()}:Slow",
-                    settings=(kwargs, *settings),
+                    settings=(*common, *settings),
                 )
                 for case, settings in CASES.items()
             }
@@ -79,6 +85,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {
                 "case": case,
                 "policy": name,
+                "queue_size": queue_size,
                 "clients": options.clients,
                 "to_plain": ratio(rounds, results[PLAIN], "requests_per_s"),
                 "worker_us": figures["worker"],
