@@ -30,7 +30,7 @@ POLICIES = {"0.5 ms": (0.0005, 0.0), "5 ms": (0.005, 0.0), "60 ms + 4 ms/row": (
 """Seconds of a batch, and of each of its rows."""
 
 QUEUE_SIZES = (0, 8)
-"""`rollout.rollout_queue_size`: all clients but those of the other workers, or few of those that wait."""
+"""`rollout.rollout_queue_size`: a worker's share of the clients, or few of those that wait."""
 
 
 class Slow:
@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=64, help="in a closed loop (default 64)")
     parser.add_argument("--workers", type=int, default=2, help="rollout workers (default 2)")
     parser.add_argument("--rounds", type=int, default=5, help="in each of which all take turns")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a case in a round (default 1)")
+    parser.add_argument("--seconds", type=float, default=0.6, help="of a case in a round (default 0.6)")
     parser.add_argument("--only", nargs="+", metavar="POLICY", choices=[*POLICIES], default=[*POLICIES])
 
 

@@ -223,20 +223,34 @@ def test_an_automatic_max_wait_is_a_tenth_of_what_batches_take():
     pool.turn()
     assert worker.who == [["a1"]]  # nothing is known of this pool yet
     for number in range(2, 60):
-        pool.turn(1.0)  # each batch takes a second
+        pool.turn(0.5)  # each batch takes half a second
         worker.answer()
         client.ask()
         pool.turn()
         if len(worker.who) < number:  # it is held open
-            pool.turn(0.11)
+            pool.turn(0.06)
         assert len(worker.who) == number
     worker.answer()
     client.ask()
     pool.turn()
     assert len(worker.who) == 59
-    pool.turn(0.08)
+    pool.turn(0.04)
     client.ask()
     pool.turn()
     assert len(worker.who) == 59
-    pool.turn(0.03)
+    pool.turn(0.02)
     assert worker.who[59:] == [["a60", "a61"]]
+
+
+def test_a_batch_that_was_stuck_does_not_hold_up_those_after_it_for_long():
+    pool = Pool(queue_size=4, max_wait=None)
+    client, worker = pool.client("a"), pool.worker("w")
+    client.ask()
+    pool.turn()
+    pool.wait(50.0)
+    worker.answer()
+    client.ask()
+    pool.turn()
+    assert worker.who == [["a1"]]
+    pool.turn(0.11)
+    assert worker.who[1:] == [["a2"]]

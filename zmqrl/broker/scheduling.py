@@ -14,6 +14,9 @@ _AUTO_WAIT = 0.1
 """The share of a batch's duration for which a partial one is held open: clients whose replies came
 together ask again together, within a moment; the first of them should not go alone."""
 
+_MOST_WAIT = 0.1
+"""Seconds, however long a batch took: one of them may just have been stuck."""
+
 _SHARE = 0.1
 """What the latest batch counts in the mean duration of a batch."""
 
@@ -223,7 +226,7 @@ class SharedQueue:
 
     def _max_wait(self) -> float:
         fixed = self._limits.max_wait
-        return _AUTO_WAIT * self._batch_s if fixed is None else fixed
+        return min(_AUTO_WAIT * self._batch_s, _MOST_WAIT) if fixed is None else fixed
 
     def _is_held_open(self, oldest: Request, now: float) -> bool:
         if oldest.history or now >= oldest.arrived + self._max_wait():

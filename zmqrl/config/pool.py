@@ -24,10 +24,7 @@ class RolloutConfig(Section):
         description="the only numbers of observations of a policy call, which is padded; []: any",
     )
     max_wait_ms: float | None = Field(
-        0.0,
-        ge=0,
-        le=60_000,
-        description="holds a partial batch open; auto: a tenth of what batches take",
+        None, ge=0, le=60_000, description="holds a partial batch open; auto (null): a tenth of its time"
     )
     prefetch: bool | None = Field(
         None, description="ask for a batch before the last is done; auto (null): if batches are short"
