@@ -190,9 +190,11 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     canvas, axes = figure(1, len(counts), width=10)
     for ax, count in zip(axes if len(counts) > 1 else [axes], counts, strict=True):
         heights = {case: [rates.get((case, count, payload)) for payload in payloads] for case in CASES}
+        ax.set_ylim(0, 1.25 * max(rates.values()))
         bars(ax, heights, [size_text(payload) for payload in payloads])
         ax.set_title(f"{count} client{'s' if count > 1 else ''}, ipc")
         ax.set_ylabel("GB of observations per second")
+        ax.legend(frameon=False, loc="upper left", ncols=3)
     save(canvas, folder / "large.png")
 
 
