@@ -26,6 +26,7 @@ BENCHES = (
     "latency",
     "throughput",
     "scale",
+    "large",
     "batching",
     "decoupled",
     "faults",

@@ -25,6 +25,9 @@ COLOURS = {
     "zmqrl_raw": "#0072B2",
     "zmqrl": "#009E73",
     "zmqrl_raw_curve": "#CC79A7",
+    "socket": "#E69F00",
+    "shared_memory": "#0072B2",
+    "memcpy": "#999999",
 }
 """Each case looks the same in every picture; told apart by the colour-blind too."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,30 @@ class Keeping(Echo):
         self._kept.append((x, x[:, ::1024].copy()))
         del self._kept[:-5]
         return answer
+
+
+class Mirror:
+    """Returns the whole observation."""
+
+    def infer(self, observation: dict[str, Any], eval_mask: np.ndarray) -> dict[str, Any]:
+        return {**observation, "actions": eval_mask.copy()}
+
+
+class InPlace:
+    """Adds one to the observation's `x` where it stands, and returns it.
+
+    Its process ends in the middle of that, once, if the file `once` is not there, which it makes then.
+    """
+
+    def __init__(self, once: str = "") -> None:
+        self._once = once
+
+    def infer(self, observation: dict[str, Any], eval_mask: np.ndarray) -> np.ndarray:
+        observation["x"] += 1
+        if self._once and not Path(self._once).exists():
+            Path(self._once).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return observation["x"]
 
 
 class Touching(Echo):

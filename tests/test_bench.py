@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -59,3 +60,14 @@ def test_a_learner_that_dies_at_once_is_a_row_that_is_not_ok(monkeypatch: pytest
     assert not row["ok"]
     assert row["crashed"]
     assert row["served"] == 0
+
+
+@pytest.mark.alone
+def test_large_observations_are_measured_over_sockets_and_through_shared_memory(folder: Path) -> None:
+    command = [sys.executable, str(BENCH), "large", "--rounds=1", "--seconds=0.1"]
+    command += ["--payload=600000", "--clients=1", f"--json={folder / 'rows.json'}", f"--plot={folder}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=50)
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == ["socket", "shared_memory", "memcpy"]
+    assert all(row["ok"] and row["gb_per_s"] > 0 for row in rows)
+    assert (folder / "large.png").stat().st_size > 1000

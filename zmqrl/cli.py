@@ -163,6 +163,7 @@ def _start_broker(options: argparse.Namespace) -> int:
         broker.heartbeat_timeout_s,
         loaded.security.keys_of("server"),
         loaded.security.insecure,
+        broker.shared_memory,
     )
     mode = "decoupled" if behaviour.decoupled else "normal"
     log.info("serving in %s mode: frontend %s, backend %s", mode, server.frontend, server.backend)

@@ -185,7 +185,9 @@ class PolicyClient:
         """
         chosen = self.mode if mode is None else _checked_mode(mode)
         seconds = self.timeout if timeout is None else _checked_timeout(timeout)
-        encoded = encode(observation, copy)
+        # Copied once: here, or into shared memory.
+        borrowed = copy and self._connection.shares_memory
+        encoded = encode(observation, copy and not borrowed)
         rows = rows_of(observation) if encoded.rows is None else encoded.rows
         if self._rows is not None and rows != self._rows and not policy:
             raise ValueError(
@@ -216,7 +218,7 @@ class PolicyClient:
                 self._recording.wait_to_begin(stage, deadline)
             header = Header(
                 Op.INFER,
-                flags=FLAG_EVAL if chosen == "eval" else 0,
+                flags=(FLAG_EVAL if chosen == "eval" else 0) | connection.flags,
                 request_id=self._next_id,
                 stage=stage,
                 frames=len(encoded.buffers),
@@ -226,7 +228,7 @@ class PolicyClient:
                 policy_version=version,
             )
             self._next_id += 1
-            request = Request(header, encoded.meta, encoded.buffers, deadline)
+            request = Request(header, encoded.meta, encoded.buffers, deadline, borrowed)
             connection.start(request)
             pending = Pending(self._exclusive, connection, request)
             if recorded:

@@ -19,13 +19,15 @@ from zmqrl.errors import (
     PolicyTimeout,
     Replaced,
     RequestRefused,
+    SharedMemoryLost,
     VersionMismatch,
 )
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode, decode_meta, encode_meta
-from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
+from zmqrl.transport.header import FLAG_LANE, FLAG_READS_LANE, HEADER_SIZE, Header, Op, unpack
 from zmqrl.transport.refusal import Suspicion
 from zmqrl.transport.security import Keys
+from zmqrl.transport.sharedmem import Lane, Slot
 
 _ASK_AFTER = 1.0
 """Seconds without a word about a request, after which the client asks whether it is known."""
@@ -62,12 +64,13 @@ class Request:
         meta: What follows the header in the first frame.
         buffers: The large arrays; kept, because the request may have to be sent again.
         deadline: Of `time.monotonic()`.
+        borrowed: Whether the caller may change the arrays once the request is sent.
     """
 
     # In the class, because most requests keep most of them to their end.
     attempt = 0
     size = 0
-    """Bytes of the request, without its header, once it is sent."""
+    """Bytes of the request, without its header, once it is sent; those in shared memory too."""
     reply_size = 0
     look_at = 0.0  # when to do something about it if there is no reply
     retry = False  # whether it is to be sent again then
@@ -77,12 +80,37 @@ class Request:
     result: Any = None
     error: Optional[ClientError] = None
     reply: Optional[Header] = None
+    slot: Optional[Slot] = None  # of shared memory, with the large arrays
+    read_once = False  # whether nobody but the worker that replied has read that
 
-    def __init__(self, header: Header, meta: bytes, buffers: List[Any], deadline: float) -> None:
+    def __init__(
+        self,
+        header: Header,
+        meta: bytes,
+        buffers: List[Any],
+        deadline: float,
+        borrowed: bool = False,
+    ) -> None:
         self.header = header
         self.meta = meta
         self.buffers = buffers
         self.deadline = deadline
+        self.borrowed = borrowed
+
+    def settle(self, lane: Lane) -> None:
+        """Put the large arrays where they can stay until the request has ended."""
+        self.buffers, self.slot = lane.place(self.buffers, self.borrowed)
+        if self.slot is not None:
+            self.header = self.header._replace(flags=self.header.flags | FLAG_LANE, frames=0)
+
+    def leave(self, lane: Lane) -> None:
+        """Have nothing more to do with shared memory: what is sent again goes over the socket."""
+        if self.slot is not None:
+            self.buffers = [bytes(part) for part in self.slot.parts]
+            lane.slots.give_back(self.slot, is_unread=False)
+            self.slot = None
+        flags = self.header.flags & ~(FLAG_LANE | FLAG_READS_LANE)
+        self.header = self.header._replace(flags=flags, frames=len(self.buffers))
 
     def end(self, result: Any = None, error: Optional[ClientError] = None) -> None:
         """Note how it ended, and free its buffers."""
@@ -116,7 +144,18 @@ class Connection:
         self._reached = False  # whether the broker has said anything on this socket
         self._patience = _REBUILD_AFTER
         self._refusal = (float("-inf"), "")  # when the broker last said that it is full, and how
+        self._lane = Lane()
         self._connect()
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether large arrays go through shared memory, for now."""
+        return self._lane.is_open
+
+    @property
+    def flags(self) -> int:
+        """What the header of a request says of this client."""
+        return FLAG_READS_LANE if self._lane.is_open else 0
 
     def start(self, request: Request) -> None:
         """Send a new request."""
@@ -132,8 +171,11 @@ class Connection:
             left = request.deadline - time.monotonic()
             self._suspicion.begin(after=min(_SUSPECT_AFTER, left / 2))
         self._resting.discard(request.header.stage)
-        self._send(request)
         request.size = len(request.meta) + sum(map(len, request.buffers))
+        if request.buffers:
+            self._lane.look(time.monotonic())
+            request.settle(self._lane)
+        self._send(request)
         self.requests[request.header.request_id] = request
 
     def wait(self, request: Request, until: float) -> None:
@@ -176,6 +218,7 @@ class Connection:
             self._end(request, error=error)
         self._send_frames([Header(Op.BYE).pack()])
         self._socket.close()
+        self._lane.close()
 
     # -- Sending
 
@@ -196,7 +239,8 @@ class Connection:
     def _send(self, request: Request) -> None:
         now = time.monotonic()
         budget_ms = max(1, min(int((request.deadline - now) * 1000), 2**32 - 1))
-        first = request.header.pack_again(request.attempt, budget_ms) + request.meta
+        first = request.header.pack_again(request.attempt, budget_ms)
+        first += request.meta if request.slot is None else request.slot.descriptor + request.meta
         request.attempt = min(request.attempt + 1, 255)
         request.look_at = min(now + _ASK_AFTER, request.deadline)
         request.retry = False
@@ -286,6 +330,8 @@ class Connection:
 
     def _end(self, request: Request, result: Any = None, error: Optional[ClientError] = None) -> None:
         del self.requests[request.header.request_id]
+        if request.slot is not None:
+            self._lane.slots.give_back(request.slot, request.read_once)
         request.end(result, error)
 
     # -- Receiving
@@ -325,6 +371,8 @@ class Connection:
                     self._send(request)
             elif request is not None:
                 self._try_again(request, now, _RETRY_AFTER)
+        elif header.op == Op.WELCOME:
+            self._lane.welcome(decode_meta(first[HEADER_SIZE:]))
         elif header.op == Op.ERROR:
             self._error(request, header.request_id, decode_meta(first[HEADER_SIZE:]))
         elif header.op == Op.KNOWN and request is not None:
@@ -334,12 +382,18 @@ class Connection:
     def _reply(self, request: Request, header: Header, meta: bytes, buffers: List[Any]) -> None:
         self._patience = _REBUILD_AFTER
         request.reply = header
-        request.reply_size = len(meta) + sum(map(len, buffers))
+        request.read_once = request.attempt == 1 and header.attempt == 0
         try:
+            if header.flags & FLAG_LANE:
+                meta, copies = self._lane.reader.copies(meta)
+                buffers = [*copies, *buffers]
+            request.reply_size = len(meta) + sum(map(len, buffers))
             result = decode(meta, buffers)
             if not isinstance(result, dict):
                 raise DecodeError(f"it is a {type(result).__name__}, not a dict")
             self._end(request, result=result)
+        except SharedMemoryLost:
+            self._leave_the_lane(request)
         except DecodeError as error:
             self._end(request, error=PolicyError(f"the reply cannot be read: {error}"))
 
@@ -361,8 +415,16 @@ class Connection:
                 self._refusal = (now, message)
             request.state = message
             self._try_again(request, now, min(max(wait_ms / 1000, 0.001), 10.0))
+        elif code == "lane" and request.slot is not None:
+            self._leave_the_lane(request)
         else:
             self._end(request, error=self._error_of(code, message))
+
+    def _leave_the_lane(self, request: Request) -> None:
+        """A peer cannot read this process's memory, or the other way round; send over the socket."""
+        self._lane.give_up()
+        request.leave(self._lane)
+        self._send(request)
 
     def _error_of(self, code: str, message: str) -> ClientError:
         return _FATAL.get(code, ClientError)(f"{self.endpoint}: {message}")

@@ -29,6 +29,10 @@ class VersionMismatch(DecodeError):
     """Raised when the peer speaks another version of the protocol."""
 
 
+class SharedMemoryLost(DecodeError):
+    """Raised when arrays in the shared memory of another process cannot be read; says why."""
+
+
 class ClientError(ZmqrlError):
     """Base class of the errors that a call of `PolicyClient` ends in."""
 

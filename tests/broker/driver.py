@@ -224,10 +224,10 @@ class FakeWorker:
         """Whose requests came, by batch: NAME and request id."""
         return [[f"{name}{number}" for name, number in batch.who] for batch in self.batches]
 
-    def ready(self, number=None):
+    def ready(self, number=None, flags=0):
         if number is None:
             number = self.batches[-1].number if self.batches else 0
-        self.send([Header(Op.READY, request_id=number).pack()])
+        self.send([Header(Op.READY, flags, number).pack()])
 
     def ahead(self, number=None):
         """It begins its last batch, and takes the next one already."""
@@ -252,13 +252,14 @@ class Pool:
     """Does what the server does around a broker, without its sockets.
 
     Args:
+        lane: Shared memory.
         options: Fields of `Options` and `Limits`.
     """
 
-    def __init__(self, **options):
+    def __init__(self, lane=None, **options):
         limits = {k: options.pop(k) for k in list(options) if k in Limits.__dataclass_fields__}
         self.now = 1000.0
-        self.broker = Broker(Options(limits=Limits(**limits), **options), EPOCH, self.now)
+        self.broker = Broker(Options(limits=Limits(**limits), **options), EPOCH, self.now, lane)
         self.peers = {}
         self.gone = set()
         self.lose_batches_to = set()

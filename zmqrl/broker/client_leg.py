@@ -9,7 +9,7 @@ from zmqrl.broker.pool import Pool
 from zmqrl.broker.records import MAX_PHASE, REST, Client, Introduction
 from zmqrl.errors import DecodeError
 from zmqrl.transport.codec import MAX_REQUEST, decode_meta
-from zmqrl.transport.header import HEADER_SIZE, Header, Op
+from zmqrl.transport.header import FLAG_LANE, HEADER_SIZE, Header, Op
 
 _INFER = int(Op.INFER)
 
@@ -101,7 +101,7 @@ class ClientLeg:
             )
             pool.clients[peer] = pool.names[hello.name] = client
             pool.policies.default.peers.add_client(client)
-        pool.to_clients.append((peer, words.plain(Op.WELCOME, {"epoch": pool.epoch})))
+        pool.to_clients.append((peer, words.plain(Op.WELCOME, pool.welcome)))
 
     def _takes_the_name(self, peer: bytes, hello: Introduction) -> bool:
         """Settle who has a name: of two processes the later one, of one process its latest socket."""
@@ -131,6 +131,10 @@ class ClientLeg:
                 "the pool runs in normal mode (runner.enable_decoupled_mode is false), which binds env "
                 "ranks to rollout ranks: give PolicyClient a rank and world_size"
             )
+        if header.flags & FLAG_LANE and pool.lane is None:
+            error = words.error("lane", "this broker shares no memory", header.request_id)
+            pool.to_clients.append((client.peer, error))
+            return
         size = sum(map(len, message))
         if size > self._most_bytes:
             raise DecodeError(

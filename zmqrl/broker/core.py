@@ -35,6 +35,7 @@ from typing import Any
 
 from zmqrl.broker import pool as words
 from zmqrl.broker.client_leg import ClientLeg
+from zmqrl.broker.lane import BrokerLane
 from zmqrl.broker.pool import Options, Pool
 from zmqrl.broker.records import Client, Counters, Worker
 from zmqrl.broker.worker_leg import WorkerLeg
@@ -65,10 +66,11 @@ class Broker:
         options: How it behaves.
         epoch: A number that no earlier broker at this endpoint used.
         now: Seconds on a monotonic clock.
+        lane: Shared memory between peers of this host; None without.
     """
 
-    def __init__(self, options: Options, epoch: int, now: float) -> None:
-        self._pool = Pool(options, epoch, now)
+    def __init__(self, options: Options, epoch: int, now: float, lane: BrokerLane | None = None) -> None:
+        self._pool = Pool(options, epoch, now, lane)
         self._clients = ClientLeg(self._pool)
         self._workers = WorkerLeg(self._pool)
         self._started = self._ticked = self._clock = now

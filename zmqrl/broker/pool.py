@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from zmqrl.broker.lane import BrokerLane
 from zmqrl.broker.policies import Policies, Policy
 from zmqrl.broker.records import (
     CLOSED,
@@ -19,7 +20,7 @@ from zmqrl.broker.records import (
 )
 from zmqrl.broker.scheduling import Limits
 from zmqrl.transport.codec import encode_meta
-from zmqrl.transport.header import FLAG_EVAL, Header, Op
+from zmqrl.transport.header import FLAG_EVAL, FLAG_LANE, Header, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,18 @@ class Pool:
         options: How the broker behaves.
         epoch: Names this run of the broker.
         now: Seconds.
+        lane: Shared memory; None without.
     """
 
-    def __init__(self, options: Options, epoch: int, now: float) -> None:
+    def __init__(self, options: Options, epoch: int, now: float, lane: BrokerLane | None = None) -> None:
         self.options = options
         self.epoch = epoch
         self.now = now
+        self.lane = lane
+        self.welcome: dict[str, Any] = {"epoch": epoch}
+        """What every peer is told that has introduced itself."""
+        if lane is not None:
+            self.welcome["lane"] = lane.proof
         self.counters = Counters()
         self.clients: dict[bytes, Client] = {}
         self.workers: dict[bytes, Worker] = {}
@@ -99,6 +106,7 @@ class Pool:
             header.stage,
             now,
             now + header.budget_ms / 1000,
+            header.flags & FLAG_LANE != 0,
         )
         self._next_slot = slot + 1
         self.requests[slot] = client.requests[request.request_id] = request
@@ -106,6 +114,7 @@ class Pool:
         client.open_bytes += size
         client.phase = STEP  # once it has the reply
         self.counters.requests += 1
+        self.counters.lane_requests += request.in_lane
         policy.schedule.add(request)
 
     def answer(self, request: Request, reply: list[Any]) -> None:

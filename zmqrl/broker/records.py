@@ -91,6 +91,10 @@ class Request:
     stage: int
     arrived: float
     deadline: float
+    in_lane: bool = False
+    """Whether its large arrays are in the shared memory of its client."""
+    taken_back: bool = False
+    """Whether a worker that may still be reading it had it before."""
     state: State = WAITING
     history: tuple[str, ...] = ()
     """One line for each attempt that failed."""
@@ -146,6 +150,8 @@ class Worker:
     """What it holds, by number: the first it computes, one more may wait behind it."""
     quarantined: bool = False
     """Its last batch was taken back because it took too long; over with its next sign of idleness."""
+    reads_lane: bool = False
+    """Whether it can read the shared memory of clients."""
     unaware_since: float | None = None
     """Since when its READYs do not know a batch that it holds."""
 
@@ -256,6 +262,12 @@ class Counters:
     """Messages from peers that had to register again."""
     revoked: int = 0
     """Peers turned out, and messages of such peers, because their keys are let in no longer."""
+    lane_requests: int = 0
+    """Requests whose large arrays are in shared memory."""
+    lane_replies: int = 0
+    """Replies of that kind."""
+    inlined: int = 0
+    """Times that the broker put them into the message, for a worker that cannot read the memory."""
     lost_clients: int = 0
     lost_workers: int = 0
     batches: int = 0

@@ -11,9 +11,10 @@ from typing import Any
 import zmq
 
 from zmqrl.broker.core import Broker
+from zmqrl.broker.lane import BrokerLane
 from zmqrl.broker.memory import Memory
 from zmqrl.broker.pool import Options
-from zmqrl.transport import sockets
+from zmqrl.transport import sharedmem, sockets
 from zmqrl.transport.codec import LARGE
 from zmqrl.transport.header import MAX_FRAMES, Op, op_of
 from zmqrl.transport.security import CLIENTS, WORKERS, Door, Keys, answer_handshakes, key_of
@@ -45,6 +46,7 @@ class BrokerServer:
         heartbeat_s: Seconds of silence of a peer's I/O thread after which it counts as gone.
         keys: The server's; None lets in whoever reaches the sockets.
         insecure: Without keys: whether other machines may reach them.
+        shared_memory: Whether peers on this host may share memory.
 
     Raises:
         EndpointError: An endpoint is malformed, in use, cannot be bound, or is open to strangers.
@@ -59,6 +61,7 @@ class BrokerServer:
         heartbeat_s: float = sockets.HEARTBEAT_S,
         keys: Keys | None = None,
         insecure: bool = False,
+        shared_memory: bool = True,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._locks = [sockets.lock_endpoint(endpoint) for endpoint in (frontend, backend)]
@@ -84,7 +87,9 @@ class BrokerServer:
         self.frontend = sockets.bound_endpoint(self._frontend)
         self.backend = sockets.bound_endpoint(self._backend)
         epoch = int.from_bytes(os.urandom(7), "little")
-        self.core = Broker(options, epoch, time.monotonic())
+        proof = sharedmem.proof() if shared_memory else None
+        self._lane = None if proof is None else BrokerLane(proof)
+        self.core = Broker(options, epoch, time.monotonic(), self._lane)
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until `stopping` says so, then answer what is open with an ERROR and close.
@@ -112,6 +117,8 @@ class BrokerServer:
                         break
                     self._turn_out()
                     memory.look(core.open_bytes, time.monotonic())
+                    if self._lane is not None:
+                        self._lane.look(time.monotonic())
                     for note in core.take_notes():
                         log.info("%s", note)
                 core.dispatch()

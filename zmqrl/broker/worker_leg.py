@@ -15,9 +15,11 @@ from zmqrl.broker.records import (
     Worker,
     WorkerTotals,
 )
-from zmqrl.errors import DecodeError
+from zmqrl.errors import DecodeError, SharedMemoryLost
 from zmqrl.transport.codec import MAX_REQUEST, decode_meta
 from zmqrl.transport.header import (
+    FLAG_LANE,
+    FLAG_READS_LANE,
     HEADER_SIZE,
     Entry,
     Header,
@@ -65,6 +67,7 @@ class WorkerLeg:
         else:
             worker.heard = self._pool.now
             if header.op == Op.READY:
+                worker.reads_lane = bool(header.flags & FLAG_READS_LANE)
                 self._ready(worker, header.request_id)
             elif header.op == Op.RESULT:
                 self._result(worker, message)
@@ -120,6 +123,7 @@ class WorkerLeg:
         for request in batch.requests.values():
             if request.state is not RUNNING:
                 continue
+            request.taken_back = True
             if why is None or self._has_another_attempt(request, worker, why, batch):
                 request.state = WAITING
                 back.append(request)
@@ -177,7 +181,7 @@ class WorkerLeg:
             )
             policy.peers.add_worker(worker)
             pool.notes.append(f"{hello.name} joined (host {hello.host or '?'}, pid {hello.pid})")
-        welcome: dict[str, Any] = {"epoch": pool.epoch}
+        welcome = dict(pool.welcome)
         for other in policy.peers.workers.values():
             if hello.rank is not None and other.rank == hello.rank and other.pid != hello.pid:
                 welcome["warning"] = f"rank {hello.rank} is also that of {other.name} (pid {other.pid})"
@@ -262,7 +266,11 @@ class WorkerLeg:
             counters.shards += 1
             counters.rows += rows
             if op == _REPLY:
+                counters.lane_replies += header.flags & FLAG_LANE != 0
                 counters.queue_s += batch.sent - request.arrived
+                if request.taken_back and request.in_lane and header.attempt == 0:
+                    # No attempt of its worker counted, but its client must know that there were two.
+                    reply = [header._replace(attempt=1).pack() + reply[0][HEADER_SIZE:], *reply[1:]]
                 pool.answer(request, reply)
             else:
                 pool.fail(request, reply)
@@ -280,6 +288,12 @@ class WorkerLeg:
 
     def _send_batch(self, worker: Worker, requests: list[Request]) -> None:
         pool, now = self._pool, self._pool.now
+        inlined: dict[int, list[Any]] = {}
+        if not worker.reads_lane and any(request.in_lane for request in requests):
+            inlined = self._inlined(requests)
+            requests = [request for request in requests if request.state is WAITING]
+            if not requests:
+                return
         if worker.batches:
             del pool.ahead[worker.peer]
         else:
@@ -292,7 +306,7 @@ class WorkerLeg:
         entries, messages, origins = [], [], []
         for request in requests:
             request.state = RUNNING
-            message, origin = request.message, request.client.peer
+            message, origin = inlined.get(request.slot) or request.message, request.client.peer
             waited_us = int((now - request.arrived) * 1e6)
             entries.append(
                 Entry(
@@ -308,3 +322,20 @@ class WorkerLeg:
             origins.append(origin)
         table = Table(pool.epoch, batch.number, entries, origins=b"".join(origins))
         pool.to_workers.append((worker.peer, join_batch(table, Op.BATCH, messages)))
+
+    def _inlined(self, requests: list[Request]) -> dict[int, list[Any]]:
+        """Messages for a worker that cannot read shared memory, by slot.
+
+        A request whose memory cannot be read here either ends in an ERROR.
+        """
+        pool, messages = self._pool, {}
+        for request in requests:
+            if not request.in_lane or pool.lane is None:
+                continue
+            try:
+                messages[request.slot] = pool.lane.inlined(request.message)
+                pool.counters.inlined += 1
+            except SharedMemoryLost as error:
+                request.state = RUNNING  # it stands in no queue any more
+                pool.fail(request, words.error("lane", str(error), request.request_id))
+        return messages

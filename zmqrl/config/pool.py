@@ -78,6 +78,10 @@ class BrokerConfig(Section):
         sockets.HEARTBEAT_S, ge=0.5, le=600, description="silence after which a peer counts as gone"
     )
 
+    shared_memory: bool = Field(
+        True, description="large arrays of peers on the broker's host go through shared memory"
+    )
+
     @property
     def max_client_bytes(self) -> int:
         """What open requests of one client may have, in bytes."""

@@ -32,13 +32,14 @@ class ReplyEncoder:
     def __init__(self) -> None:
         self._layouts: dict[Any, _Layout | None] = {}
 
-    def encode(self, output: dict[str, Any], rows: Sequence[int]) -> list[Encoded]:
+    def encode(self, output: dict[str, Any], rows: Sequence[int], copy: bool = True) -> list[Encoded]:
         """What `encode` makes of each part.
 
         Args:
-            output: Arrays of as many rows as the parts have together, or more. Copied: a policy may
-                write its next output into the same arrays.
+            output: Arrays of as many rows as the parts have together, or more.
             rows: Rows of each part.
+            copy: Copy large arrays: a policy may write its next output there. Without it the caller
+                must, before that.
 
         Raises:
             EncodeError: The output cannot be sent.
@@ -46,13 +47,13 @@ class ReplyEncoder:
         shapes: list[Any] = []
         for name, array in output.items():
             if type(array) is not np.ndarray:
-                return [encode(part) for part in split(output, rows)]
+                return [encode(part, copy) for part in split(output, rows)]
             shapes += (name, array.dtype, array.shape[1:])
         layouts: dict[int, _Layout] = {}
         for count in set(rows):
             layout = self._layout(output, count, tuple(shapes))
             if layout is None:
-                return [encode(part) for part in split(output, rows)]
+                return [encode(part, copy) for part in split(output, rows)]
             layouts[count] = layout
         bytes_of = {name: array.tobytes() for name, array in output.items()}
         encoded = []

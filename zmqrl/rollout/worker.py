@@ -13,7 +13,13 @@ from typing import Any
 
 import zmq
 
-from zmqrl.errors import DecodeError, PolicyOutputError, StartupFailed, VersionMismatch
+from zmqrl.errors import (
+    DecodeError,
+    PolicyOutputError,
+    SharedMemoryLost,
+    StartupFailed,
+    VersionMismatch,
+)
 from zmqrl.rollout.inference import Inference
 from zmqrl.rollout.policy import Policy
 from zmqrl.rollout.prefetch import Prefetch
@@ -23,6 +29,8 @@ from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE, Encoded, decode, decode_meta, encode_meta
 from zmqrl.transport.header import (
     FLAG_EVAL,
+    FLAG_LANE,
+    FLAG_READS_LANE,
     HEADER_SIZE,
     MAX_FRAMES,
     REWARD,
@@ -37,6 +45,7 @@ from zmqrl.transport.header import (
 )
 from zmqrl.transport.refusal import Suspicion
 from zmqrl.transport.security import Keys
+from zmqrl.transport.sharedmem import Lane
 from zmqrl.transport.tree import rows_of
 
 log = logging.getLogger(__name__)
@@ -50,6 +59,9 @@ _READY_EVERY = 1.0
 _REBUILD_AFTER = 12.0
 """Seconds without a word, although the broker probes every worker now and then, after which an idle
 worker makes its socket anew."""
+
+_COPIED_WITHIN = 2.0
+"""Seconds that a worker which leaves gives its clients to copy replies out of its memory."""
 
 _MAX_TRACEBACK = 8000
 
@@ -137,6 +149,7 @@ class RolloutWorker:
         self._predict_s = 0.0  # spent in the policy for the batch in hand
         self._epoch: Any = None  # of the broker that knows this worker
         self._failures = _Failures()
+        self._lane = Lane()
         self._connect()
 
     def run(self, stopping: Callable[[], bool]) -> None:
@@ -158,11 +171,13 @@ class RolloutWorker:
                     continue
                 self._versions.refresh()
                 now = time.monotonic()
+                self._lane.look(now)
+                self._lane.slots.collect(now)
                 if now >= self._heard + _REBUILD_AFTER:
                     self._socket.close(0)
                     self._connect()
                 elif now >= self._spoke + _READY_EVERY:
-                    self._send([Header(Op.READY, request_id=self._number).pack()])
+                    self._ready()
                 refusal = self._suspicion.look()
                 if refusal is not None and refusal.final:
                     raise StartupFailed(f"the broker at {self.endpoint} {refusal.reason}")
@@ -171,7 +186,11 @@ class RolloutWorker:
                     why = self._suspicion.reason
                     log.warning("no broker answers at %s%s", self.endpoint, why and f": it {why}")
             self._send([Header(Op.BYE, request_id=self._number).pack()])
+            until = time.monotonic() + _COPIED_WITHIN
+            while self._lane.slots.collect(time.monotonic()) and time.monotonic() < until:
+                time.sleep(0.001)  # memory wakes nobody
         finally:
+            self._lane.close()
             self._socket.close()
             self._context.term()
 
@@ -199,7 +218,7 @@ class RolloutWorker:
                 self._batch(frames)
             elif header.op == Op.WELCOME:
                 self._welcome(decode_meta(frames[0][HEADER_SIZE:]))
-                self._send([Header(Op.READY).pack()])
+                self._ready()
             elif header.op == Op.UNKNOWN:
                 self._hello()
             elif header.op == Op.ERROR:
@@ -217,6 +236,11 @@ class RolloutWorker:
             log.warning("%s", fields["warning"])
         self._epoch = fields.get("epoch")
         self._number = 0
+        self._lane.welcome(fields)
+
+    def _ready(self) -> None:
+        flags = FLAG_READS_LANE if self._lane.is_open else 0
+        self._send([Header(Op.READY, flags, self._number).pack()])
 
     def _hello(self) -> None:
         self._send([Header(Op.HELLO).pack() + encode_meta(self._introduction)])
@@ -234,15 +258,25 @@ class RolloutWorker:
         if self._prefetch.begin():
             self._send([Header(Op.AHEAD, request_id=table.number).pack()])
         self._versions.refresh()
+        now = time.monotonic()
+        self._lane.look(now)
+        self._lane.slots.collect(now)
         replies: dict[int, list[Any]] = {}
         groups: dict[tuple[int, ...], list[_Shard]] = {}
         for entry, message in split_batch(table, frames):
             header = unpack(message[0])
             try:
+                meta, buffers = message[0][HEADER_SIZE:], message[1:]
+                if header.flags & FLAG_LANE:
+                    meta, views = self._lane.reader.views(meta)
+                    buffers = [*views, *buffers]
                 # Views of what came: `merge` copies them into memory that is the policy's own.
-                observation = decode(message[0][HEADER_SIZE:], message[1:], writable=False)
+                observation = decode(meta, buffers, writable=False)
                 if rows_of(observation) != header.rows:
                     raise DecodeError("the header and the arrays differ in their rows")
+            except SharedMemoryLost as error:
+                replies[entry.slot] = self._error(entry, header, "lane", str(error))
+                continue
             except Exception as error:  # whatever a stranger's bytes bring about, it is this request's
                 replies[entry.slot] = self._error(entry, header, "refused", str(error))
                 continue
@@ -305,23 +339,31 @@ class RolloutWorker:
         self._predict_s += seconds
         predict_us = _microseconds(seconds)
         replies = {}
-        for shard, encoded in zip(shards, self._encoder.encode(output, rows), strict=True):
+        shares = self._lane.is_open and any(s.header.flags & FLAG_READS_LANE for s in shards)
+        encoded_parts = self._encoder.encode(output, rows, copy=not shares)
+        for shard, encoded in zip(shards, encoded_parts, strict=True):
             self._check_size(encoded)
             entry, header = shard.entry, shard.header
+            flags, buffers, place = header.flags & FLAG_EVAL, encoded.buffers, b""
+            if shares and buffers:
+                reads = header.flags & FLAG_READS_LANE != 0
+                buffers, slot = self._lane.place(buffers, borrowed=True, lends=reads)
+                if slot is not None:
+                    flags, place = flags | FLAG_LANE, slot.descriptor
             reply = Header(
                 _REPLY,
-                flags=header.flags,
+                flags=flags,
                 request_id=header.request_id,
                 attempt=entry.attempt,
                 stage=header.stage,
-                frames=len(encoded.buffers),
+                frames=len(buffers),
                 rows=header.rows,
                 queue_us=entry.queue_us,
                 predict_us=predict_us,
                 signature=encoded.signature,
                 policy_version=version,
             )
-            replies[entry.slot] = [reply.pack() + encoded.meta, *encoded.buffers]
+            replies[entry.slot] = [reply.pack() + place + encoded.meta, *buffers]
         return replies
 
     def _later(self, shard: _Shard, version: int) -> list[Any]:
@@ -347,7 +389,7 @@ class RolloutWorker:
     def _error(self, entry: Entry, header: Header, code: str, text: str, **more: int) -> list[Any]:
         reply = Header(
             Op.ERROR,
-            flags=header.flags,
+            flags=header.flags & FLAG_EVAL,
             request_id=header.request_id,
             attempt=entry.attempt,
             stage=header.stage,

@@ -62,6 +62,12 @@ class Op(IntEnum):
 FLAG_EVAL = 1
 """The request wants deterministic actions (`eval`); without it, sampled ones (`train`)."""
 
+FLAG_LANE = 2
+"""The large buffers are in shared memory; before the meta stands where."""
+
+FLAG_READS_LANE = 4
+"""The sender can read such messages; of an INFER: so its reply may be one."""
+
 _MARK = MAGIC + bytes([VERSION])
 """What every message of this version begins with."""
 

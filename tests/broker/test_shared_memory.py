@@ -1,0 +1,66 @@
+"""What the broker does about requests whose arrays are in shared memory."""
+
+import pytest
+from driver import Pool
+
+from zmqrl.broker.lane import BrokerLane
+from zmqrl.transport import sharedmem
+from zmqrl.transport.header import FLAG_LANE, FLAG_READS_LANE
+
+
+@pytest.fixture
+def pool():
+    return Pool(lane=BrokerLane(sharedmem.proof()), max_attempts=1)
+
+
+def reader(pool, name):
+    """A worker that can read shared memory."""
+    worker = pool.worker(name, ready=False)
+    worker.ready(flags=FLAG_READS_LANE)
+    return worker
+
+
+def test_a_broker_without_shared_memory_answers_that_the_arrays_must_be_sent():
+    pool = Pool()
+    client = pool.client("a")
+    client.ask(flags=FLAG_LANE)
+    pool.turn()
+    assert client.answers == [("lane", 1)]
+    assert pool.counters["requests"] == 0
+
+
+def test_everybody_is_welcomed_with_memory_that_can_be_read(pool):
+    for peer in (pool.stranger(), pool.strange_worker()):
+        peer.hello()
+        pool.turn()
+        assert sharedmem.Reader().can_read(peer.inbox[0].fields["lane"])
+
+
+def test_a_reply_says_whether_another_worker_may_still_be_reading_the_request(pool):
+    client, first = pool.client("a"), reader(pool, "first")
+    client.ask(flags=FLAG_LANE)
+    pool.turn()
+    first.answer()
+    pool.turn()
+    client.ask(flags=FLAG_LANE)
+    pool.broker.dispatch()
+    first.bye()  # the batch crosses it: no attempt has failed
+    second = reader(pool, "second")
+    pool.turn()
+    second.answer()
+    pool.turn()
+    assert [message.header.attempt for message in client.take()] == [0, 1]
+    assert pool.counters["lane_requests"] == 2
+
+
+def test_a_request_that_cannot_be_read_for_a_worker_leaves_the_worker_to_others(pool):
+    client, remote = pool.client("a"), pool.worker("remote")
+    client.ask(flags=FLAG_LANE)
+    pool.turn()
+    client.ask()
+    pool.turn()
+    assert client.answers == [("lane", 1)]
+    assert remote.who == [["a2"]]
+    remote.answer()
+    pool.turn()
+    assert client.answers == [("lane", 1), ("REPLY", 2)]
