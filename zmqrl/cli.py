@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from zmqrl import parts
 from zmqrl.errors import ConfigError, EndpointError, KeysError, ZmqrlError
 from zmqrl.process import StopSignal, log_to_stderr, tie_to_launcher
-
-log = logging.getLogger("zmqrl")
 
 _EXTRAS = {
     "torch": "torch",
@@ -81,14 +78,14 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    add("start-broker", _start_broker, "Run the broker that env and rollout workers connect to.")
+    add("start-broker", parts.start_broker, "Run the broker that env and rollout workers connect to.")
 
-    rollout = add("start-rollout-worker", _start_rollout_worker, "Run a policy for the pool.")
+    rollout = add("start-rollout-worker", parts.start_rollout_worker, "Run a policy for the pool.")
     rollout.add_argument("--policy", metavar="MODULE:FACTORY", help="or file.py:factory")
     rollout.add_argument("--rank", type=int, help="its number, from 0; normal mode binds envs by it")
     rollout.add_argument("--name", help="its name in status and messages")
 
-    env = add("start-env-worker", _start_env_worker, "Step simulators with actions from the pool.")
+    env = add("start-env-worker", parts.start_env_worker, "Step simulators with actions from the pool.")
     env.add_argument("--rank", type=int, default=0, help="its number, from 0 (default 0)")
     env.add_argument("--mode", choices=["train", "eval"], default="eval", help="default: eval")
 
@@ -96,11 +93,11 @@ def _parser() -> argparse.ArgumentParser:
         "--on-demand", action="store_true", help="eval: whenever the learner asks, not at once"
     )
 
-    reward = add("start-reward-worker", _start_reward_worker, "Run a reward model for the pool.")
+    reward = add("start-reward-worker", parts.start_reward_worker, "Run a reward model for the pool.")
     reward.add_argument("--model", metavar="MODULE:FACTORY", help="or file.py:factory")
     reward.add_argument("--rank", type=int, help="its number, from 0")
 
-    add("start-learner", _start_learner, "Learn from trajectories, and publish weights.")
+    add("start-learner", parts.start_learner, "Learn from trajectories, and publish weights.")
 
     train = add("train", _train, "Run all parts of a training here.")
     train.add_argument(
@@ -128,169 +125,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     keys.set_defaults(run=_make_keys, overrides=[])
     return parser
-
-
-def _start_broker(options: argparse.Namespace) -> int:
-    from zmqrl import config
-    from zmqrl.broker.pool import Options
-    from zmqrl.broker.scheduling import Limits
-    from zmqrl.broker.server import BrokerServer
-    from zmqrl.transport import sockets
-
-    loaded = config.load(options.config, options.overrides)
-    stop = StopSignal().install()
-    broker, rollout = loaded.broker, loaded.rollout
-    behaviour = Options(
-        decoupled=loaded.runner.enable_decoupled_mode,
-        limits=Limits(
-            queue_size=rollout.rollout_queue_size,
-            max_rows=rollout.most_rows,
-            max_wait=None if rollout.max_wait_ms is None else rollout.max_wait_ms / 1000,
-            max_attempts=rollout.max_attempts,
-            max_joined=broker.max_message_mb << 20,
-        ),
-        attempt_timeout=rollout.attempt_timeout_s,
-        max_open=broker.max_queue_messages,
-        max_open_bytes=broker.max_queue_mb << 20,
-        max_client_open=broker.max_client_messages,
-        max_client_bytes=broker.max_client_bytes,
-    )
-    server = BrokerServer(
-        broker.frontend or sockets.local_endpoint("frontend"),
-        broker.backend or sockets.local_endpoint("backend"),
-        behaviour,
-        broker.max_message_mb,
-        broker.heartbeat_timeout_s,
-        loaded.security.keys_of("server"),
-        loaded.security.insecure,
-        broker.shared_memory,
-    )
-    mode = "decoupled" if behaviour.decoupled else "normal"
-    log.info("serving in %s mode: frontend %s, backend %s", mode, server.frontend, server.backend)
-    server.run(stop)
-    _say_interrupted(stop)
-    return 0
-
-
-def _start_rollout_worker(options: argparse.Namespace) -> int:
-    from zmqrl import config
-    from zmqrl.rollout.worker import RolloutWorker
-    from zmqrl.runner.policies import make_policy
-    from zmqrl.transport import sockets
-
-    overrides = list(options.overrides)
-    if options.policy is not None:
-        overrides.append(f"rollout.policy={options.policy}")
-    loaded = config.load(options.config, overrides)
-    _check_rank(options.rank, loaded.rollout_workers, "rollout")
-    stop = StopSignal().install()
-    name = options.name or f"rollout-{os.getpid() if options.rank is None else options.rank}"
-    policy = make_policy(loaded, name, stop)
-    if policy is None:
-        _say_interrupted(stop)
-        return 0
-    threads = _limit_torch_threads(loaded.rollout.torch_threads)
-    worker = RolloutWorker(
-        policy,
-        loaded.broker.backend or sockets.local_endpoint("backend"),
-        name=name,
-        rank=options.rank,
-        world_size=None if options.rank is None else loaded.rollout_workers,
-        max_message_mb=loaded.broker.max_message_mb,
-        heartbeat_s=loaded.broker.heartbeat_timeout_s,
-        prefetch=loaded.rollout.prefetch,
-        keys=loaded.security.keys_of("worker"),
-        static_sizes=loaded.rollout.static_batch_sizes,
-    )
-    what = loaded.rollout.policy or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
-    where = f" on {policy.device}{threads}" if policy.device is not None else ""
-    log.info("%s is loaded%s", what, where)
-    try:
-        worker.run(stop)
-    finally:
-        policy.close()
-    _say_interrupted(stop)
-    return 0
-
-
-def _start_reward_worker(options: argparse.Namespace) -> int:
-    from zmqrl import config
-    from zmqrl.rollout.policy import load_policy
-    from zmqrl.rollout.worker import RolloutWorker
-    from zmqrl.transport import sockets
-    from zmqrl.transport.header import REWARD
-
-    overrides = list(options.overrides)
-    if options.model is not None:
-        overrides.append(f"reward.model={options.model}")
-    loaded = config.load(options.config, overrides)
-    if loaded.reward.model is None:
-        raise ConfigError("no reward model is named: give --model module:factory, or set reward.model")
-    _check_rank(options.rank, loaded.cluster.component_placement.count("reward"), "reward")
-    stop = StopSignal().install()
-    model = load_policy(loaded.reward.model, loaded.reward.model_kwargs, loaded.rollout.device)
-    threads = _limit_torch_threads(loaded.rollout.torch_threads)
-    worker = RolloutWorker(
-        model,
-        loaded.broker.backend or sockets.local_endpoint("backend"),
-        name=f"reward-{os.getpid() if options.rank is None else options.rank}",
-        serves=REWARD,
-        max_message_mb=loaded.broker.max_message_mb,
-        heartbeat_s=loaded.broker.heartbeat_timeout_s,
-        prefetch=loaded.rollout.prefetch,
-        keys=loaded.security.keys_of("worker"),
-    )
-    log.info("the reward model %s is loaded%s", loaded.reward.model, threads)
-    worker.run(stop)
-    _say_interrupted(stop)
-    return 0
-
-
-def _start_learner(options: argparse.Namespace) -> int:
-    from zmqrl import config
-    from zmqrl.learner.worker import LearnerWorker
-
-    loaded = config.load(options.config, options.overrides)
-    if not loaded.algorithm.is_set:
-        raise ConfigError(
-            "no algorithm is named: set algorithm.name to sac or ppo, or algorithm.factory"
-        )
-    stop = StopSignal().install()
-    learner = LearnerWorker(loaded, stop)
-    threads = _limit_torch_threads(loaded.actor.torch_threads)
-    log.info("the learner listens at %s%s", learner.endpoint, threads)
-    learner.run()
-    _say_interrupted(stop)
-    return 0
-
-
-def _start_env_worker(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from zmqrl import config
-    from zmqrl.env.worker import EnvWorker
-    from zmqrl.telemetry.metrics import EnvView, episode_metrics, run_metrics
-    from zmqrl.telemetry.table import results
-
-    loaded = config.load(options.config, options.overrides)
-    if loaded.env.id is None and loaded.env.factory is None:
-        raise ConfigError("no simulator is named: set env.id to a Gymnasium id, or env.factory")
-    _check_rank(options.rank, loaded.env_workers(options.mode), "env")
-    stop = StopSignal().install()
-    worker = EnvWorker(loaded, options.mode, options.rank, stop, options.on_demand)
-    threads = _limit_torch_threads(loaded.env.torch_threads)
-    if threads:
-        log.info("%s runs with%s", worker.name, threads.lstrip(","))
-    finished = worker.run()
-    if loaded.runner.report is None:
-        group = "eval" if options.mode == "eval" else "env"
-        view = EnvView(worker.name, 0, worker.report, worker.reporter.episodes)
-        metrics = {**episode_metrics([view], group), **run_metrics([view], {}, 1)}
-        own = {key: value for key, value in metrics.items() if not key.startswith(("broker", "rollout"))}
-        Console().print(results(own, group))
-    if not finished:
-        _say_interrupted(stop)
-    return 0
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -394,29 +228,6 @@ def _check_json_file(file: Path | None) -> None:
         raise ConfigError(f"--json {file}: there is no such folder")
     if file is not None and file.is_dir():
         raise ConfigError(f"--json {file} is a folder; name a file")
-
-
-def _say_interrupted(stop: StopSignal) -> None:
-    """Say so after Ctrl-C; SIGTERM is how a launcher ends a run that is over."""
-    if stop.reason == "SIGINT":
-        log.info("stopped by Ctrl-C")
-
-
-def _check_rank(rank: int | None, count: int, component: str) -> None:
-    if rank is not None and not 0 <= rank < count:
-        raise ConfigError(
-            f"--rank {rank} is not one of the {count} {component} workers "
-            f"(cluster.component_placement.{component})"
-        )
-
-
-def _limit_torch_threads(threads: int) -> str:
-    """Bound torch's threads, if the policy brought torch; many processes share the cores."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return ""
-    torch.set_num_threads(threads)
-    return f", {threads} torch thread{'s' if threads > 1 else ''}"
 
 
 def _show_cause(error: BaseException) -> None:

@@ -1,0 +1,215 @@
+"""The parts of a pool: what the commands `start-…` run.
+
+Each loads its configuration, runs one part in this process until it is told to stop, and returns the
+exit code. What a part needs is imported when it starts: each does with the packages of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from zmqrl.errors import ConfigError
+from zmqrl.process import StopSignal
+
+if TYPE_CHECKING:
+    from zmqrl.config import Config
+    from zmqrl.rollout.policy import Policy
+    from zmqrl.rollout.versions import PolicyVersions
+    from zmqrl.rollout.worker import RolloutWorker
+
+log = logging.getLogger("zmqrl")
+
+
+def start_broker(options: argparse.Namespace) -> int:
+    """Bind the two sockets and serve."""
+    from zmqrl import config
+    from zmqrl.broker.pool import Options
+    from zmqrl.broker.scheduling import Limits
+    from zmqrl.broker.server import BrokerServer
+    from zmqrl.transport import sockets
+
+    loaded = config.load(options.config, options.overrides)
+    stop = StopSignal().install()
+    broker, rollout = loaded.broker, loaded.rollout
+    behaviour = Options(
+        decoupled=loaded.runner.enable_decoupled_mode,
+        limits=Limits(
+            queue_size=rollout.rollout_queue_size,
+            max_rows=rollout.most_rows,
+            max_wait=None if rollout.max_wait_ms is None else rollout.max_wait_ms / 1000,
+            max_attempts=rollout.max_attempts,
+            max_joined=broker.max_message_mb << 20,
+        ),
+        attempt_timeout=rollout.attempt_timeout_s,
+        max_open=broker.max_queue_messages,
+        max_open_bytes=broker.max_queue_mb << 20,
+        max_client_open=broker.max_client_messages,
+        max_client_bytes=broker.max_client_bytes,
+    )
+    server = BrokerServer(
+        broker.frontend or sockets.local_endpoint("frontend"),
+        broker.backend or sockets.local_endpoint("backend"),
+        behaviour,
+        broker.max_message_mb,
+        broker.heartbeat_timeout_s,
+        loaded.security.keys_of("server"),
+        loaded.security.insecure,
+        broker.shared_memory,
+    )
+    mode = "decoupled" if behaviour.decoupled else "normal"
+    log.info("serving in %s mode: frontend %s, backend %s", mode, server.frontend, server.backend)
+    server.run(stop)
+    say_interrupted(stop)
+    return 0
+
+
+def start_rollout_worker(options: argparse.Namespace) -> int:
+    """Serve a policy."""
+    from zmqrl import config
+    from zmqrl.runner.policies import make_policy
+
+    overrides = list(options.overrides)
+    if options.policy is not None:
+        overrides.append(f"rollout.policy={options.policy}")
+    loaded = config.load(options.config, overrides)
+    _check_rank(options.rank, loaded.rollout_workers, "rollout")
+    stop = StopSignal().install()
+    name = options.name or f"rollout-{os.getpid() if options.rank is None else options.rank}"
+    policy = make_policy(loaded, name, stop)
+    if policy is None:
+        say_interrupted(stop)
+        return 0
+    threads = _limit_torch_threads(loaded.rollout.torch_threads)
+    worker = _worker(
+        policy,
+        loaded,
+        name=name,
+        rank=options.rank,
+        world_size=None if options.rank is None else loaded.rollout_workers,
+        static_sizes=loaded.rollout.static_batch_sizes,
+    )
+    what = loaded.rollout.policy or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
+    where = f" on {policy.device}{threads}" if policy.device is not None else ""
+    log.info("%s is loaded%s", what, where)
+    try:
+        worker.run(stop)
+    finally:
+        policy.close()
+    say_interrupted(stop)
+    return 0
+
+
+def start_reward_worker(options: argparse.Namespace) -> int:
+    """Serve a reward model."""
+    from zmqrl import config
+    from zmqrl.rollout.policy import load_policy
+    from zmqrl.transport.header import REWARD
+
+    overrides = list(options.overrides)
+    if options.model is not None:
+        overrides.append(f"reward.model={options.model}")
+    loaded = config.load(options.config, overrides)
+    if loaded.reward.model is None:
+        raise ConfigError("no reward model is named: give --model module:factory, or set reward.model")
+    _check_rank(options.rank, loaded.cluster.component_placement.count("reward"), "reward")
+    stop = StopSignal().install()
+    model = load_policy(loaded.reward.model, loaded.reward.model_kwargs, loaded.rollout.device)
+    threads = _limit_torch_threads(loaded.rollout.torch_threads)
+    name = f"reward-{os.getpid() if options.rank is None else options.rank}"
+    worker = _worker(model, loaded, name=name, serves=REWARD)
+    log.info("the reward model %s is loaded%s", loaded.reward.model, threads)
+    worker.run(stop)
+    say_interrupted(stop)
+    return 0
+
+
+def start_learner(options: argparse.Namespace) -> int:
+    """Learn from trajectories, and publish weights."""
+    from zmqrl import config
+    from zmqrl.learner.worker import LearnerWorker
+
+    loaded = config.load(options.config, options.overrides)
+    if not loaded.algorithm.is_set:
+        raise ConfigError(
+            "no algorithm is named: set algorithm.name to sac or ppo, or algorithm.factory"
+        )
+    stop = StopSignal().install()
+    learner = LearnerWorker(loaded, stop)
+    threads = _limit_torch_threads(loaded.actor.torch_threads)
+    log.info("the learner listens at %s%s", learner.endpoint, threads)
+    learner.run()
+    say_interrupted(stop)
+    return 0
+
+
+def start_env_worker(options: argparse.Namespace) -> int:
+    """Step simulators."""
+    from rich.console import Console
+
+    from zmqrl import config
+    from zmqrl.env.worker import EnvWorker
+    from zmqrl.telemetry.metrics import EnvView, episode_metrics, run_metrics
+    from zmqrl.telemetry.table import results
+
+    loaded = config.load(options.config, options.overrides)
+    if loaded.env.id is None and loaded.env.factory is None:
+        raise ConfigError("no simulator is named: set env.id to a Gymnasium id, or env.factory")
+    _check_rank(options.rank, loaded.env_workers(options.mode), "env")
+    stop = StopSignal().install()
+    worker = EnvWorker(loaded, options.mode, options.rank, stop, options.on_demand)
+    threads = _limit_torch_threads(loaded.env.torch_threads)
+    if threads:
+        log.info("%s runs with%s", worker.name, threads.lstrip(","))
+    finished = worker.run()
+    if loaded.runner.report is None:
+        group = "eval" if options.mode == "eval" else "env"
+        view = EnvView(worker.name, 0, worker.report, worker.reporter.episodes)
+        metrics = {**episode_metrics([view], group), **run_metrics([view], {}, 1)}
+        own = {key: value for key, value in metrics.items() if not key.startswith(("broker", "rollout"))}
+        Console().print(results(own, group))
+    if not finished:
+        say_interrupted(stop)
+    return 0
+
+
+def _worker(policy: Policy | PolicyVersions, loaded: Config, **more: Any) -> RolloutWorker:
+    """A worker of the configured pool; `more` as RolloutWorker takes it."""
+    from zmqrl.rollout.worker import RolloutWorker
+    from zmqrl.transport import sockets
+
+    return RolloutWorker(
+        policy,
+        loaded.broker.backend or sockets.local_endpoint("backend"),
+        max_message_mb=loaded.broker.max_message_mb,
+        heartbeat_s=loaded.broker.heartbeat_timeout_s,
+        prefetch=loaded.rollout.prefetch,
+        keys=loaded.security.keys_of("worker"),
+        **more,
+    )
+
+
+def say_interrupted(stop: StopSignal) -> None:
+    """Say so after Ctrl-C; SIGTERM is how a launcher ends a run that is over."""
+    if stop.reason == "SIGINT":
+        log.info("stopped by Ctrl-C")
+
+
+def _check_rank(rank: int | None, count: int, component: str) -> None:
+    if rank is not None and not 0 <= rank < count:
+        raise ConfigError(
+            f"--rank {rank} is not one of the {count} {component} workers "
+            f"(cluster.component_placement.{component})"
+        )
+
+
+def _limit_torch_threads(threads: int) -> str:
+    """Bound torch's threads, if the policy brought torch; many processes share the cores."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    torch.set_num_threads(threads)
+    return f", {threads} torch thread{'s' if threads > 1 else ''}"
