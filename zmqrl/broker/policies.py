@@ -97,7 +97,7 @@ class Policies:
             idle: The workers that wait for work.
             now: Seconds.
         """
-        if self._limits.max_wait == 0.0:
+        if self._limits.max_wait == 0.0 or not self.wait_for_workers():
             return None  # nothing is held open; spares the look at every idle worker
         wakes = [policy.schedule.wake_at() for policy in {worker.policy for worker in idle}]
         # One that is past was looked at already: the batch is not for a worker that is idle.
