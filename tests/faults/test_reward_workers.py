@@ -85,9 +85,15 @@ def env_worker_here(
         thread.join()
 
 
-def trajectories(learner: Learner, count: int) -> list[Trajectory]:
+def trajectories(learner: Learner, count: int, senders: int = 1) -> list[Trajectory]:
+    """The first ones, at least `count` and so many that all `senders` are among those who sent them."""
     found: list[Trajectory] = []
-    wait_for(lambda: found.extend(learner.receive(0.1)) or len(found) >= count, "trajectories", 30)
+
+    def are_here() -> bool:
+        found.extend(learner.receive(0.1))
+        return len(found) >= count and len({one.origin for one in found}) >= senders
+
+    wait_for(are_here, "trajectories", 30)
     return found
 
 
@@ -126,7 +132,7 @@ def test_the_rewards_of_trajectories_are_the_models(
             "env.train.total_num_envs=5",
             "env.pipeline_stages=2",
         )
-    found = trajectories(learner, 24)
+    found = trajectories(learner, 24, senders=2)
     assert {trajectory.origin for trajectory in found} == {"env-0", "env-1"}
     for trajectory in found:
         counted = trajectory.valid if when == "step" else trajectory.terminated
