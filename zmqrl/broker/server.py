@@ -116,7 +116,7 @@ class BrokerServer:
                     if stopping():
                         break
                     self._turn_out()
-                    memory.look(core.open_bytes, time.monotonic())
+                    memory.look(core.held_bytes, time.monotonic())
                     if self._lane is not None:
                         self._lane.look(time.monotonic())
                     for note in core.take_notes():

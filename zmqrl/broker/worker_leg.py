@@ -251,6 +251,8 @@ class WorkerLeg:
             request = batch.requests.get(entry.slot)
             if request is None or request.state is not RUNNING:
                 counters.late_results += 1
+                if pool.lane is not None:
+                    pool.lane.dismiss(reply[0])
                 continue
             header = unpack(reply[0])
             op, rows = header.op, request.rows
