@@ -44,10 +44,10 @@ class BrokerLane:
         header = header._replace(flags=header.flags & ~FLAG_LANE, frames=len(frames))
         return [header.pack() + meta, *frames]
 
-    def dismiss(self, reply: bytes) -> None:
-        """Nobody is sent this reply: its worker may use the memory of its large arrays again."""
-        if unpack(reply).flags & FLAG_LANE:
-            self._reader.dismiss(reply[HEADER_SIZE:])
+    def dismiss(self, first: bytes) -> None:
+        """A message is dropped: if it is a reply, its worker may use the memory of its arrays again."""
+        if unpack(first).flags & FLAG_LANE:
+            self._reader.dismiss(first[HEADER_SIZE:])
 
     def look(self, now: float) -> None:
         """Let go of what has not been read for long."""

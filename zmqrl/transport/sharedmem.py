@@ -432,12 +432,12 @@ def _map(place: bytes, is_writable: bool) -> memoryview:
 
 
 def size_of(body: bytes) -> int:
-    """Bytes of memory that a descriptor names.
+    """Bytes of the arrays that a descriptor names; at least 1.
 
     Raises:
         SharedMemoryLost: It is cut short.
     """
-    return _end(_use(body)[1])
+    return max(1, sum(_use(body)[1]))
 
 
 def _use(body: bytes) -> Tuple[int, Sequence[int]]:
