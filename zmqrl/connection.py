@@ -172,8 +172,8 @@ class Connection:
             self._suspicion.begin(after=min(_SUSPECT_AFTER, left / 2))
         self._resting.discard(request.header.stage)
         request.size = len(request.meta) + sum(map(len, request.buffers))
+        self._lane.look(time.monotonic())
         if request.buffers:
-            self._lane.look(time.monotonic())
             request.settle(self._lane)
         self._send(request)
         self.requests[request.header.request_id] = request

@@ -365,6 +365,22 @@ def test_a_reply_whose_memory_the_client_cannot_read_is_asked_for_again(
     assert (pending.result()["actions"] == 2).all()
 
 
+def test_a_client_that_sends_nothing_large_lets_go_of_the_memory_of_replies(
+    pool: Pool, raw_worker: RawWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, slots = opened_by(raw_worker, pool), Slots()
+    encoded = encode({"actions": np.ones(LARGE)})
+    slot = slots.lend(encoded.buffers)
+    assert slot is not None
+    pending = client.submit({"x": np.zeros((2, 1))})
+    raw_worker.answer(Header(Op.REPLY, FLAG_LANE, rows=2), slot.descriptor + encoded.meta)
+    assert (pending.result()["actions"] == 1).all()
+    assert client._connection._lane.reader._mapped
+    monkeypatch.setattr("zmqrl.transport.sharedmem._KEPT_S", 0.0)
+    client.submit({"x": np.zeros((2, 1))})
+    assert not client._connection._lane.reader._mapped
+
+
 def test_a_request_that_names_no_memory_is_refused_and_its_batch_mates_are_answered(pool: Pool) -> None:
     pool.start(seconds=0.1)
     _ask_among_hostile_ones(pool, "actions")
