@@ -7,7 +7,7 @@ from driver import Pool
 
 from zmqrl.broker.lane import BrokerLane
 from zmqrl.transport import sharedmem
-from zmqrl.transport.header import FLAG_LANE, FLAG_READS_LANE
+from zmqrl.transport.header import FLAG_LANE, FLAG_READS_LANE, Header, Op, join_batch
 
 NOWHERE = struct.pack("<II16sQI", 0, 0, bytes(16), 1, 0)
 """Where no memory is."""
@@ -87,3 +87,27 @@ def test_what_is_named_in_shared_memory_counts_for_the_bounds_but_is_not_held_he
     assert 0 < pool.broker.held_bytes < 1000
     clients[0].cancel(1)
     assert pool.broker.status()["open_bytes"] == pool.broker.held_bytes == 0
+
+
+@pytest.mark.parametrize("why", ["cancelled", "gone", "taken back", "another broker's"])
+def test_the_memory_of_a_reply_that_nobody_gets_is_free_at_once(pool, why):
+    client, worker, slots = pool.client("a"), reader(pool, "first"), sharedmem.Slots()
+    client.ask()
+    pool.turn()
+    slot = slots.lend([bytes(100_000)])
+    table, entry = worker.batch.table, worker.batch.table.entries[0]
+    reply = [Header(Op.REPLY, FLAG_LANE, request_id=1, rows=1).pack() + slot.descriptor]
+    entry = entry._replace(length=len(reply[0]), frames=0, origin_length=0)
+    table = table._replace(entries=[entry], origins=b"")
+    if why == "cancelled":
+        client.cancel(1)
+    elif why == "gone":
+        client.lose()
+    elif why == "taken back":
+        pool.wait(61)
+    else:
+        table = table._replace(epoch=1)
+    worker.send(join_batch(table, Op.RESULT, [reply]))
+    assert slots.collect(0.0) == 0
+    pool.turn()
+    assert ("REPLY", 1) not in client.answers
