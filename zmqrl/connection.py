@@ -172,8 +172,8 @@ class Connection:
             self._suspicion.begin(after=min(_SUSPECT_AFTER, left / 2))
         self._resting.discard(request.header.stage)
         request.size = len(request.meta) + sum(map(len, request.buffers))
+        self._lane.look(time.monotonic())
         if request.buffers:
-            self._lane.look(time.monotonic())
             request.settle(self._lane)
         self._send(request)
         self.requests[request.header.request_id] = request
@@ -361,8 +361,10 @@ class Connection:
         self._suspicion.end()
         request = self.requests.get(header.request_id)
         if header.op == Op.REPLY:
-            if request is not None:  # else it is late: an earlier call gave this request up
+            if request is not None:
                 self._reply(request, header, first[HEADER_SIZE:], frames[1:])
+            elif header.flags & FLAG_LANE:  # late: an earlier call gave this request up
+                self._lane.reader.dismiss(first[HEADER_SIZE:])
         elif header.op == Op.UNKNOWN:
             now = time.monotonic()
             if now >= self._said_hello + _RETRY_AFTER:

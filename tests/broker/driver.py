@@ -9,6 +9,7 @@ from zmqrl.errors import DecodeError
 from zmqrl.transport.codec import decode, decode_meta, encode, encode_meta
 from zmqrl.transport.header import (
     FLAG_EVAL,
+    FLAG_LANE,
     HEADER_SIZE,
     Header,
     Op,
@@ -34,8 +35,11 @@ UNREADABLE = {"who": ["?", 0]}
 
 
 def _read(message):
+    body = message[0][HEADER_SIZE:]
+    if unpack(message[0]).flags & FLAG_LANE:
+        body = body[36:]  # behind the descriptor of no arrays
     try:
-        tree = decode(message[0][HEADER_SIZE:], message[1:])
+        tree = decode(body, message[1:])
     except DecodeError:
         return UNREADABLE
     readable = isinstance(tree, dict) and isinstance(tree.get("who"), list)
@@ -144,8 +148,11 @@ class FakeClient:
     def hello(self, **fields):
         self.send(plain(Op.HELLO, name=self.name, **fields))
 
-    def request(self, request_id, rows=1, size=2, budget=600.0, policy="", **header):
-        """The frames of an INFER message; 1024 float32 or more become a frame of their own."""
+    def request(self, request_id, rows=1, size=2, budget=600.0, policy="", place=b"", **header):
+        """The frames of an INFER message; 1024 float32 or more become a frame of their own.
+
+        `place` says where arrays are in shared memory.
+        """
         obs = np.full((rows, size), request_id, np.float32)
         encoded = encode({"who": [self.name, request_id], "obs": obs})
         if header.pop("eval", False):
@@ -159,7 +166,7 @@ class FakeClient:
             policy_id=policy_id_of(policy),
             signature=encoded.signature,
         )
-        return [head._replace(**header).pack() + encoded.meta, *encoded.buffers]
+        return [head._replace(**header).pack() + place + encoded.meta, *encoded.buffers]
 
     def ask(self, request_id=None, **request):
         """Send one request; returns its id."""

@@ -47,6 +47,11 @@ def slots_of(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("/memfd:zmqrl")
 
 
+def shared_names() -> list[str]:
+    """The names of shared memory on this host, without the semaphores, which others make as well."""
+    return [name for name in os.listdir("/dev/shm") if not name.startswith("sem.")]
+
+
 def files_of(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
@@ -160,6 +165,55 @@ def test_memory_of_a_request_that_was_given_up_is_not_used_again(pool: Pool) -> 
     slots = client._connection._lane.slots
     assert (slots._free, slots._lent) == ([], {})
     assert client.infer({"x": np.full(LARGE, 5.0)})["actions"][0, 0] == 5
+
+
+def test_replies_to_requests_that_were_given_up_are_no_burden_to_their_worker(
+    pool: Pool, folder: Path
+) -> None:
+    pool.start(policy="Touching", path=folder / "begun", seconds=0.02)
+    client = opened(pool)
+    counts = []
+    for _ in range(2):
+        for _ in range(10):
+            (folder / "begun").unlink()
+            pending = client.submit({"x": np.ones(LARGE)})
+            wait_for((folder / "begun").exists, "the policy")
+            pending.cancel()
+            client.infer({"x": np.ones((1, 1))})
+        counts.append(files_of(pool.pid("rollout-0")))
+        assert client.infer({"x": np.full(LARGE, 5.0)})["actions"][0, 0] == 5
+    assert pool.counters()["late_results"] == 20
+    # Those of the client's own slots, which it has let go of, are kept for a while.
+    assert counts[1] - counts[0] <= 10 + 2
+
+
+def test_what_a_client_names_in_shared_memory_counts_as_what_it_has_open(pool: Pool) -> None:
+    pool.start(1, "", "broker.max_client_mb=4", seconds=0.2)
+    blocker = opened(pool)
+    pending = blocker.submit({"x": np.zeros(LARGE)})
+    wait_for(lambda: pool.status()["workers"][0]["state"] == "busy", "the worker")
+    slots = Slots()
+    encoded = encode({"x": np.ones((2, 60_000))})
+    slot = slots.lend(encoded.buffers)
+    assert slot is not None
+    socket = sockets.dealer(zmq.Context.instance(), pool.frontend)
+    socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "odd", "incarnation": 1}))
+    assert unpack(socket.recv()).op == Op.WELCOME
+    for number in range(1, 11):
+        header = Header(Op.INFER, FLAG_LANE, number, rows=2, budget_ms=20_000)
+        socket.send(header.pack() + slot.descriptor + encoded.meta)
+    vast = header._replace(request_id=11).pack() + slot.descriptor[:36] + b"\xff" * 8
+    socket.send(vast)
+    codes = []
+    while len(codes) < 11:
+        assert socket.poll(10_000)
+        reply = socket.recv_multipart()[0]
+        is_error = unpack(reply).op == Op.ERROR
+        codes.append(decode_meta(reply[HEADER_SIZE:])["code"] if is_error else "")
+    assert sorted(codes) == [*[""] * 4, *["overloaded"] * 6, "refused"]
+    pending.result()
+    assert pool.status()["open_bytes"] == 0
+    socket.close(0)
 
 
 def test_a_worker_that_leaves_waits_until_its_last_reply_has_been_copied(pool: Pool) -> None:
@@ -311,6 +365,22 @@ def test_a_reply_whose_memory_the_client_cannot_read_is_asked_for_again(
     assert (pending.result()["actions"] == 2).all()
 
 
+def test_a_client_that_sends_nothing_large_lets_go_of_the_memory_of_replies(
+    pool: Pool, raw_worker: RawWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, slots = opened_by(raw_worker, pool), Slots()
+    encoded = encode({"actions": np.ones(LARGE)})
+    slot = slots.lend(encoded.buffers)
+    assert slot is not None
+    pending = client.submit({"x": np.zeros((2, 1))})
+    raw_worker.answer(Header(Op.REPLY, FLAG_LANE, rows=2), slot.descriptor + encoded.meta)
+    assert (pending.result()["actions"] == 1).all()
+    assert client._connection._lane.reader._mapped
+    monkeypatch.setattr("zmqrl.transport.sharedmem._KEPT_S", 0.0)
+    client.submit({"x": np.zeros((2, 1))})
+    assert not client._connection._lane.reader._mapped
+
+
 def test_a_request_that_names_no_memory_is_refused_and_its_batch_mates_are_answered(pool: Pool) -> None:
     pool.start(seconds=0.1)
     _ask_among_hostile_ones(pool, "actions")
@@ -336,7 +406,7 @@ def _ask_among_hostile_ones(pool: Pool, key: str) -> None:
         b"",
         good[:-1],
         good[:8] + os.urandom(16) + good[24:],
-        good[:36] + b"\xff" * 8,
+        good[:36] + bytes([255] * 3 + [0] * 5),
         good[:32] + b"\xff" * 12,
     ]
     pending = [blocker.submit({"x": np.zeros(LARGE)})]
@@ -390,7 +460,7 @@ with PolicyClient(sys.argv[1]) as client:
 
 
 def test_whoever_is_killed_in_traffic_leaves_no_memory_behind_and_the_others_go_on(pool: Pool) -> None:
-    names = os.listdir("/dev/shm")
+    names = shared_names()
     pool.start(workers=2)
     client = opened(pool)
     x = np.ones(LARGE)
@@ -419,7 +489,7 @@ def test_whoever_is_killed_in_traffic_leaves_no_memory_behind_and_the_others_go_
         for value in range(10):
             assert (client.infer({"x": x * value})["actions"] == value).all()
         assert client._connection.shares_memory
-        assert os.listdir("/dev/shm") == names
+        assert shared_names() == names
     finally:
         for other in others:
             other.kill()

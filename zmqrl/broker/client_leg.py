@@ -7,7 +7,7 @@ from typing import Any
 from zmqrl.broker import pool as words
 from zmqrl.broker.pool import Pool
 from zmqrl.broker.records import MAX_PHASE, REST, Client, Introduction
-from zmqrl.errors import DecodeError
+from zmqrl.errors import DecodeError, SharedMemoryLost
 from zmqrl.transport.codec import MAX_REQUEST, decode_meta
 from zmqrl.transport.header import FLAG_LANE, HEADER_SIZE, Header, Op
 
@@ -131,11 +131,15 @@ class ClientLeg:
                 "the pool runs in normal mode (runner.enable_decoupled_mode is false), which binds env "
                 "ranks to rollout ranks: give PolicyClient a rank and world_size"
             )
-        if header.flags & FLAG_LANE and pool.lane is None:
-            error = words.error("lane", "this broker shares no memory", header.request_id)
-            pool.to_clients.append((client.peer, error))
-            return
-        size = sum(map(len, message))
+        size, in_lane = sum(map(len, message)), 0
+        if header.flags & FLAG_LANE:
+            try:
+                in_lane = self._in_lane(message)
+            except SharedMemoryLost as lost:
+                error = words.error("lane", str(lost), header.request_id)
+                pool.to_clients.append((client.peer, error))
+                return
+            size += in_lane
         if size > self._most_bytes:
             raise DecodeError(
                 f"the request has {size / 2**20:.1f} MiB; broker.max_client_mb and max_queue_mb let "
@@ -147,7 +151,14 @@ class ClientLeg:
             error = words.error("overloaded", text, header.request_id, retry_after_ms=100)
             pool.to_clients.append((client.peer, error))
             return
-        pool.open(client, header, message, size)
+        pool.open(client, header, message, size, in_lane)
+
+    def _in_lane(self, message: list[Any]) -> int:
+        """Bytes of shared memory that a request names: what it makes a worker, or this broker, read."""
+        lane = self._pool.lane
+        if lane is None:
+            raise SharedMemoryLost("this broker shares no memory")
+        return lane.size_of(message)
 
 
 def _phase_of(fields: dict[str, Any]) -> str:

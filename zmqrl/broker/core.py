@@ -83,9 +83,9 @@ class Broker:
         return self._pool.counters
 
     @property
-    def open_bytes(self) -> int:
-        """Bytes of the requests that are open."""
-        return self._pool.open_bytes
+    def held_bytes(self) -> int:
+        """Bytes of the open requests that are in this process's memory."""
+        return self._pool.open_bytes - self._pool.lane_bytes
 
     # -- Time
 

@@ -20,7 +20,7 @@ from zmqrl.broker.records import (
 )
 from zmqrl.broker.scheduling import Limits
 from zmqrl.transport.codec import encode_meta
-from zmqrl.transport.header import FLAG_EVAL, FLAG_LANE, Header, Op
+from zmqrl.transport.header import FLAG_EVAL, Header, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,9 @@ class Pool:
         self.requests: dict[int, Request] = {}
         """The open requests by slot."""
         self.open_bytes = 0
+        """Of these requests, those in shared memory too."""
+        self.lane_bytes = 0
+        """Those in shared memory."""
         self.idle: dict[bytes, Worker] = {}
         """The workers that wait for work, the longest idle first."""
         self.ahead: dict[bytes, Worker] = {}
@@ -90,8 +93,18 @@ class Pool:
             or client.open_bytes + size > options.max_client_bytes
         )
 
-    def open(self, client: Client, header: Header, message: list[Any], size: int) -> None:
-        """Take in a request and queue it."""
+    def open(
+        self, client: Client, header: Header, message: list[Any], size: int, in_lane: int = 0
+    ) -> None:
+        """Take in a request and queue it.
+
+        Args:
+            client: Whose it is.
+            header: Of it.
+            message: It.
+            size: Bytes of it.
+            in_lane: How many of them are in shared memory.
+        """
         slot, now = self._next_slot, self.now
         policy = self.policies.asked_by(client, header.policy_id)
         request = Request(
@@ -106,7 +119,7 @@ class Pool:
             header.stage,
             now,
             now + header.budget_ms / 1000,
-            header.flags & FLAG_LANE != 0,
+            in_lane,
         )
         self._next_slot = slot + 1
         self.requests[slot] = client.requests[request.request_id] = request
@@ -114,7 +127,9 @@ class Pool:
         client.open_bytes += size
         client.phase = STEP  # once it has the reply
         self.counters.requests += 1
-        self.counters.lane_requests += request.in_lane
+        if in_lane:
+            self.lane_bytes += in_lane
+            self.counters.lane_requests += 1
         policy.schedule.add(request)
 
     def answer(self, request: Request, reply: list[Any]) -> None:
@@ -145,6 +160,7 @@ class Pool:
         request.state = CLOSED
         request.message = []
         self.open_bytes -= size
+        self.lane_bytes -= request.in_lane
         client.open_bytes -= size
         del self.requests[request.slot]
         del client.requests[request.request_id]

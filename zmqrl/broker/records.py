@@ -91,8 +91,8 @@ class Request:
     stage: int
     arrived: float
     deadline: float
-    in_lane: bool = False
-    """Whether its large arrays are in the shared memory of its client."""
+    in_lane: int = 0
+    """Bytes of it that are in the shared memory of its client."""
     taken_back: bool = False
     """Whether a worker that may still be reading it had it before."""
     state: State = WAITING

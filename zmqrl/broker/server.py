@@ -116,7 +116,7 @@ class BrokerServer:
                     if stopping():
                         break
                     self._turn_out()
-                    memory.look(core.open_bytes, time.monotonic())
+                    memory.look(core.held_bytes, time.monotonic())
                     if self._lane is not None:
                         self._lane.look(time.monotonic())
                     for note in core.take_notes():
@@ -207,10 +207,12 @@ class BrokerServer:
                 self._send_to_client(peer, frames)
             except zmq.Again:
                 core.counters.dropped += 1  # it does not read; it will ask when it does
+                self._dismiss(frames)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 core.counters.dropped += frames[0][5] != Op.PROBE
+                self._dismiss(frames)
                 core.client_unreachable(peer)
                 lost_clients = True
         lost = []
@@ -232,6 +234,11 @@ class BrokerServer:
             for peer in lost:
                 core.worker_unreachable(peer)
         return bool(lost) or lost_clients
+
+    def _dismiss(self, frames: list[Any]) -> None:
+        """What was for a client is dropped."""
+        if self._lane is not None:
+            self._lane.dismiss(frames[0])
 
 
 def _wait(poller: zmq.Poller, seconds: float) -> dict[Any, int]:

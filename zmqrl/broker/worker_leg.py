@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from zmqrl.broker import pool as words
@@ -224,6 +225,7 @@ class WorkerLeg:
                 self._answer(worker, batch, unpack_table(message[0]), message)
             else:
                 pool.counters.late_results += 1
+                self._dismiss(message)
                 if batch is not None and epoch == pool.epoch and number < batch.number:
                     return  # the batch was held up on the way; the one that the worker holds comes next
         except DecodeError:
@@ -232,6 +234,14 @@ class WorkerLeg:
             raise
         self._take_back(worker, batch, "left it out of its result")
         self._begin_next(worker)
+
+    def _dismiss(self, message: list[Any]) -> None:
+        """Nobody is told the results of a batch that has been taken back, or is another broker's."""
+        if self._pool.lane is None:
+            return
+        with suppress(DecodeError):
+            for _, reply in split_batch(unpack_table(message[0]), message):
+                self._pool.lane.dismiss(reply[0])
 
     def _begin_next(self, worker: Worker) -> None:
         """A worker is done with a batch: it begins the one that waits behind it, or is idle."""
@@ -251,6 +261,8 @@ class WorkerLeg:
             request = batch.requests.get(entry.slot)
             if request is None or request.state is not RUNNING:
                 counters.late_results += 1
+                if pool.lane is not None:
+                    pool.lane.dismiss(reply[0])
                 continue
             header = unpack(reply[0])
             op, rows = header.op, request.rows

@@ -341,8 +341,9 @@ class RolloutWorker:
         replies = {}
         shares = self._lane.is_open and any(s.header.flags & FLAG_READS_LANE for s in shards)
         encoded_parts = self._encoder.encode(output, rows, copy=not shares)
-        for shard, encoded in zip(shards, encoded_parts, strict=True):
+        for encoded in encoded_parts:  # all of them first: memory that was lent must be read by somebody
             self._check_size(encoded)
+        for shard, encoded in zip(shards, encoded_parts, strict=True):
             entry, header = shard.entry, shard.header
             flags, buffers, place = header.flags & FLAG_EVAL, encoded.buffers, b""
             if shares and buffers:

@@ -101,8 +101,8 @@ class Form(NamedTuple):
         flags = array.flags
         if not dtype.isnative:
             array = array.astype(dtype.newbyteorder("="))
-        elif (writable and not flags.writeable) or not flags.aligned:
-            array = array.copy()
+        elif (writable and not flags.writeable) or not flags.aligned or dtype.kind == "U":
+            array = array.copy()  # text always: what is in shared memory may change once it was checked
         if dtype.kind == "U" and size and array.reshape(-1).view(np.uint32).max() > sys.maxunicode:
             raise DecodeError("an array of text holds what is no character")
         return array

@@ -65,6 +65,10 @@ _MAX_MAPPED = 256
 _KEPT_S = 10.0
 """Seconds for which a slot that is not used is kept, by its owner and by its reader."""
 
+_AGAIN_S = 60.0
+"""Seconds after which a lane that did not work is tried again, twice as many each time in a row: a
+worker that was killed took its replies with it, but one that can never be read must not cost much."""
+
 _UNREAD_S = 600.0
 """Seconds after which the owner lets go of a reply that was never read: its client may be dead."""
 
@@ -78,6 +82,8 @@ class Slot:
     Raises:
         OSError: There are no memfds, or not so much memory, or not another file descriptor.
     """
+
+    _file = -1  # for `close`, also where there is none
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -244,6 +250,14 @@ class Reader:
         slot.words[_COPIED] = slot.words[_GENERATION]
         return meta, copies
 
+    def dismiss(self, body: bytes) -> None:
+        """Tell the owner of a reply, if it is still there, that nobody will read it."""
+        try:
+            _, slot, _ = self._read(body, is_writable=True)
+        except SharedMemoryLost:
+            return
+        slot.words[_COPIED] = slot.words[_GENERATION]
+
     def can_read(self, descriptor: bytes) -> bool:
         """Whether a slot is there and can be read."""
         try:
@@ -262,13 +276,7 @@ class Reader:
         self._mapped.clear()
 
     def _read(self, body: bytes, is_writable: bool) -> Tuple[bytes, _Mapped, List[memoryview]]:
-        try:
-            generation, count = _USE.unpack_from(body, _PLACE)
-            if count > MAX_FRAMES:
-                raise SharedMemoryLost(f"{count} arrays in a slot; {MAX_FRAMES} is the most")
-            lengths = struct.unpack_from(f"<{count}Q", body, _PLACE + _USE.size)
-        except struct.error:
-            raise SharedMemoryLost("the descriptor of a slot is cut short") from None
+        generation, lengths = _use(body)
         key = (body[:_PLACE], is_writable)
         slot = self._mapped.get(key)
         if slot is None:
@@ -281,15 +289,15 @@ class Reader:
             raise SharedMemoryLost("the slot holds another message by now")
         if _end(lengths) > len(slot.bytes):
             raise SharedMemoryLost("the descriptor names more than its slot has")
-        meta = body[_PLACE + _USE.size + 8 * count :]
+        meta = body[_PLACE + _USE.size + 8 * len(lengths) :]
         return meta, slot, _parts(slot.bytes, lengths)
 
 
 class Lane:
     """One peer's end of the lane: what it lends, and what it reads.
 
-    It is open while the broker's latest WELCOME had a slot that this process can read, unless a message
-    to or from another peer showed that it does not work after all.
+    It is open while the broker's latest WELCOME had a slot that this process can read, except for a
+    while after a message to or from another peer showed that it does not work after all.
     """
 
     def __init__(self) -> None:
@@ -297,18 +305,25 @@ class Lane:
         self.slots = Slots()
         self.reader = Reader()
         self._epoch: Any = None
-        self._given_up: Any = None
+        self._proof: Any = None  # of the latest WELCOME
+        self._pause = _AGAIN_S
+        self._shut_until = float("-inf")
 
     def welcome(self, fields: Dict[str, Any]) -> None:
         """Open the lane if the fields of a WELCOME show that it works."""
-        self._epoch = fields.get("epoch")
-        hopeless = self._epoch is not None and self._epoch == self._given_up
-        place = fields.get("lane")
-        self.is_open = isinstance(place, bytes) and not hopeless and self.reader.can_read(place)
+        if fields.get("epoch") != self._epoch:
+            self._epoch = fields.get("epoch")
+            self._shut_until = float("-inf")
+        self._proof = fields.get("lane")
+        self._open(time.monotonic())
 
     def give_up(self) -> None:
-        """It does not work: no more of it until there is another broker."""
-        self._given_up = self._epoch
+        """It does not work: no more of it for a while, or until there is another broker."""
+        if self.is_open:  # else another request was under way when the first one showed it
+            now = time.monotonic()
+            soon = now < self._shut_until + self._pause  # it was tried again in vain
+            self._pause = 2 * self._pause if soon else _AGAIN_S
+            self._shut_until = now + self._pause
         self.is_open = False
 
     def place(
@@ -330,15 +345,28 @@ class Lane:
         return [bytes(buffer) for buffer in buffers] if borrowed else buffers, None
 
     def look(self, now: float) -> None:
-        """Let go of what is not used any more; to be called now and then."""
+        """Let go of what is not used any more, and try again what did not work.
+
+        To be called now and then.
+        """
         self.slots.look(now)
         self.reader.look(now)
+        if not self.is_open and self._proof is not None:
+            self._open(now)
 
     def close(self) -> None:
         """Let go of all."""
         self.is_open = False
+        self._proof = None
         self.slots.close()
         self.reader.close()
+
+    def _open(self, now: float) -> None:
+        place = self._proof
+        can_be = isinstance(place, bytes) and now >= self._shut_until
+        self.is_open = can_be and self.reader.can_read(place)
+        if not self.is_open and can_be:
+            self._proof = None  # not on this host; no more looks
 
 
 def proof() -> Optional[Slot]:
@@ -393,7 +421,7 @@ def _map(place: bytes, is_writable: bool) -> memoryview:
             status = os.fstat(file)
             if not fcntl.fcntl(file, _F_GET_SEALS) & _F_SEAL_SHRINK:
                 raise SharedMemoryLost("the slot is not sealed: its owner could cut it off")
-            if not _DATA <= min(status.st_size, status.st_blocks * 512) <= _MOST:
+            if not _DATA <= status.st_size <= min(_MOST, status.st_blocks * 512):
                 raise SharedMemoryLost("the slot has a hole, or an odd size")
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
             return memoryview(mmap.mmap(file, status.st_size, mmap.MAP_SHARED, protection))
@@ -401,6 +429,26 @@ def _map(place: bytes, is_writable: bool) -> memoryview:
             os.close(file)
     except (OSError, ValueError) as error:
         raise SharedMemoryLost(f"a slot of process {pid} cannot be read here: {error}") from None
+
+
+def size_of(body: bytes) -> int:
+    """Bytes of the arrays that a descriptor names; at least 1.
+
+    Raises:
+        SharedMemoryLost: It is cut short.
+    """
+    return max(1, sum(_use(body)[1]))
+
+
+def _use(body: bytes) -> Tuple[int, Sequence[int]]:
+    """The generation that a descriptor names, and the lengths of the arrays."""
+    try:
+        generation, count = _USE.unpack_from(body, _PLACE)
+        if count > MAX_FRAMES:
+            raise SharedMemoryLost(f"{count} arrays in a slot; {MAX_FRAMES} is the most")
+        return generation, struct.unpack_from(f"<{count}Q", body, _PLACE + _USE.size)
+    except struct.error:
+        raise SharedMemoryLost("the descriptor of a slot is cut short") from None
 
 
 def _parts(memory: memoryview, lengths: Sequence[int]) -> List[memoryview]:
