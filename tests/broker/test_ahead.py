@@ -1,7 +1,7 @@
 """Workers that ask for their next batch before they have done the one in hand."""
 
 import pytest
-from driver import Pool
+from driver import STEP, Pool
 
 from zmqrl.transport.header import Op
 
@@ -107,6 +107,21 @@ def test_a_batch_that_waited_behind_another_has_all_of_the_attempt_timeout():
     assert pool.status["workers"][0]["state"] == "busy"
     pool.wait(1.5)
     assert pool.status["workers"][0]["state"] == "stuck"
+
+
+def test_a_worker_that_goes_from_batch_to_batch_is_not_shown_as_busy_with_one_for_long():
+    pool, client, worker = busy_ahead()
+    for _ in range(8):
+        pool.turn(STEP)
+        worker.answer(worker.batches[-2])
+        worker.ahead()
+        client.ask()
+        client.ask()
+        pool.turn()
+    pool.turn(STEP)
+    assert len(worker.batches) == 10
+    (shown,) = pool.status["workers"]
+    assert (shown["state"], shown["state_s"]) == ("busy", STEP)
 
 
 def test_a_worker_that_is_stuck_in_its_first_batch_gives_both_back():

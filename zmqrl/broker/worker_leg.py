@@ -127,7 +127,8 @@ class WorkerLeg:
             if why is None or self._has_another_attempt(request, worker, why, batch):
                 request.state = WAITING
                 back.append(request)
-        worker.policy.schedule.put_back(back)
+        if back:
+            worker.policy.schedule.put_back(back)
 
     def dispatch(self) -> None:
         """Give waiting requests to idle workers of their policy, the longest idle first."""
@@ -238,7 +239,7 @@ class WorkerLeg:
         if worker.batch is None:
             self._set_idle(worker)
         else:
-            worker.batch.begun = self._pool.now
+            worker.batch.begun = worker.changed = self._pool.now
 
     def _answer(self, worker: Worker, batch: Batch, table: Table, message: list[Any]) -> None:
         pool, totals, counters = self._pool, worker.totals, self._pool.counters
