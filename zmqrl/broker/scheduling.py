@@ -18,8 +18,8 @@ _MOST_WAIT = 0.1
 """Seconds, however long a batch took: one of them may just have been stuck."""
 
 _LEAST_WAIT = 0.0002
-"""Seconds: a wait that would be shorter is none. The broker cannot keep it, and would delay by as much again
-the request of a client whose companions are not about to ask."""
+"""Seconds: a wait that would be shorter is none. The broker cannot keep it, and would delay by as much
+again a client whose companions are not about to ask."""
 
 _SHARE = 0.1
 """What the latest batch counts in the mean duration of a batch."""

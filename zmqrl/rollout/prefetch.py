@@ -10,8 +10,8 @@ _ROUND_TRIPS = 10.0
 there cannot be taken by another worker."""
 
 _LOOK_EVERY = 32
-"""Batches of which one is not asked ahead: the way is seen in no other, and it may have looked long because
-nobody had anything to ask."""
+"""Batches of which one does not ask ahead: the way is seen after no other, and it may have looked long
+because nobody had anything to ask."""
 
 _SHARE = 0.1
 """What the latest batch counts in the mean duration of a batch."""
