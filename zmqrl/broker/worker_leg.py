@@ -139,6 +139,8 @@ class WorkerLeg:
             requests = worker.policy.schedule.take(worker, pool.now)
             if requests:
                 self._send_batch(worker, requests)
+        if not pool.ahead or not policies.has_long_queue():
+            return  # the same
         for worker in list(pool.ahead.values()):
             schedule = worker.policy.schedule
             if schedule.is_long() and (requests := schedule.take(worker, pool.now)):
