@@ -139,6 +139,17 @@ def test_a_worker_that_is_stuck_in_its_first_batch_gives_both_back():
     assert worker.who[2:] == [["a3"]]
 
 
+def test_a_worker_that_was_stuck_gets_no_work_before_it_is_done_with_what_was_taken_back():
+    pool, _, worker = busy_ahead(attempt_timeout=4.0)
+    pool.wait(4.25)
+    worker.answer(worker.batches[0])
+    pool.turn()
+    assert len(worker.batches) == 2  # it computes the second, although nobody waits for that
+    worker.answer(worker.batches[1])
+    pool.turn()
+    assert worker.who[2:] == [["a1", "a2"]]
+
+
 def test_a_batch_sent_ahead_that_got_lost_on_the_way_runs_again():
     pool = Pool(queue_size=2)
     client, worker = pool.client("a"), pool.worker("w")

@@ -227,8 +227,8 @@ class WorkerLeg:
                 self._answer(worker, batch, unpack_table(message[0]), message)
             else:
                 pool.counters.late_results += 1
-                if batch is not None and epoch == pool.epoch and number < batch.number:
-                    return  # the batch was held up on the way; the one that the worker holds comes next
+                if epoch == pool.epoch and number < worker.given:
+                    return  # the worker is not idle: a later batch comes next, be it taken back as well
         except DecodeError:
             self._take_back(worker, batch, "gave no valid result for it")
             self._begin_next(worker)
@@ -305,6 +305,7 @@ class WorkerLeg:
         batch = Batch(self._next_batch, now, now, {request.slot: request for request in requests})
         self._next_batch += 1
         worker.batches[batch.number] = batch
+        worker.given = batch.number
         worker.unaware_since = None
         entries, messages, origins = [], [], []
         for request in requests:
