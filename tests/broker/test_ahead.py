@@ -1,7 +1,7 @@
 """Workers that ask for their next batch before they have done the one in hand."""
 
 import pytest
-from driver import Pool
+from driver import STEP, Pool
 
 from zmqrl.transport.header import Op
 
@@ -109,6 +109,21 @@ def test_a_batch_that_waited_behind_another_has_all_of_the_attempt_timeout():
     assert pool.status["workers"][0]["state"] == "stuck"
 
 
+def test_a_worker_that_goes_from_batch_to_batch_is_not_shown_as_busy_with_one_for_long():
+    pool, client, worker = busy_ahead()
+    for _ in range(8):
+        pool.turn(STEP)
+        worker.answer(worker.batches[-2])
+        worker.ahead()
+        client.ask()
+        client.ask()
+        pool.turn()
+    pool.turn(STEP)
+    assert len(worker.batches) == 10
+    (shown,) = pool.status["workers"]
+    assert (shown["state"], shown["state_s"]) == ("busy", STEP)
+
+
 def test_a_worker_that_is_stuck_in_its_first_batch_gives_both_back():
     pool, client, worker = busy_ahead(attempt_timeout=4.0)
     other = pool.worker("other", ready=False)
@@ -122,6 +137,17 @@ def test_a_worker_that_is_stuck_in_its_first_batch_gives_both_back():
     assert client.answers == []
     assert pool.counters["late_results"] == 2
     assert worker.who[2:] == [["a3"]]
+
+
+def test_a_worker_that_was_stuck_gets_no_work_before_it_is_done_with_what_was_taken_back():
+    pool, _, worker = busy_ahead(attempt_timeout=4.0)
+    pool.wait(4.25)
+    worker.answer(worker.batches[0])
+    pool.turn()
+    assert len(worker.batches) == 2  # it computes the second, although nobody waits for that
+    worker.answer(worker.batches[1])
+    pool.turn()
+    assert worker.who[2:] == [["a1", "a2"]]
 
 
 def test_a_batch_sent_ahead_that_got_lost_on_the_way_runs_again():

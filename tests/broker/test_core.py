@@ -424,3 +424,11 @@ def test_the_loop_is_told_to_look_at_the_timers_four_times_a_second():
     assert pool.broker.timeout() == 0.25
     client.ask(budget=0.1)
     assert 0 < pool.broker.timeout() <= 0.25
+
+
+def test_a_broker_each_turn_of_which_is_a_pause_still_looks_at_its_timers():
+    broker, now = Pool().broker, 1000.0
+    for _ in range(5):
+        now += 1.5  # a machine that swaps, or gives the process little time
+        broker.advance(now)
+        assert broker.tick()

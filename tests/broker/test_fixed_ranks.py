@@ -241,6 +241,19 @@ def test_max_rows_splits_an_open_barrier_and_starves_nobody():
     assert [len(client.answers) for client in clients] == [10, 10, 10, 10]
 
 
+def test_an_open_barrier_does_not_wait_again_for_the_env_that_it_waited_for():
+    pool, clients, (worker,) = ranks(4, 1, max_rows=2)
+    clients[0].ask()
+    pool.turn()
+    for client in clients[1:]:
+        client.ask()
+    pool.turn()
+    assert last(worker) == [0, 1]  # the barrier had been found waiting for 1
+    worker.answer()
+    pool.turn()
+    assert last(worker) == [2, 3]
+
+
 def test_an_env_with_several_requests_open_has_one_in_each_batch():
     pool, (e0, e1), (worker,) = ranks(2, 1)
     for client in (e0, e0, e1, e1):

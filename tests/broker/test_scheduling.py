@@ -219,6 +219,7 @@ def test_a_batch_holds_no_more_bytes_than_one_frame_may_have():
 def test_an_automatic_max_wait_is_a_tenth_of_what_batches_take():
     pool = Pool(queue_size=4, max_wait=None)
     client, worker = pool.client("a"), pool.worker("w")
+    pool.client("b"), pool.client("c")
     client.ask()
     pool.turn()
     assert worker.who == [["a1"]]  # nothing is known of this pool yet
@@ -242,9 +243,24 @@ def test_an_automatic_max_wait_is_a_tenth_of_what_batches_take():
     assert worker.who[59:] == [["a60", "a61"]]
 
 
+@pytest.mark.parametrize("batch_s", [0.0005, 0.5])
+def test_an_automatic_max_wait_delays_nobody_where_it_would_be_very_short_or_all_are_here(batch_s):
+    pool = Pool(queue_size=4, max_wait=None)
+    a, b, worker = pool.client("a"), pool.client("b"), pool.worker("w")
+    for number in range(1, 60):
+        a.ask()
+        if batch_s == 0.5:
+            b.ask()
+        pool.turn()
+        assert len(worker.who) == number
+        pool.turn(batch_s)
+        worker.answer()
+
+
 def test_a_batch_that_was_stuck_does_not_hold_up_those_after_it_for_long():
     pool = Pool(queue_size=4, max_wait=None)
     client, worker = pool.client("a"), pool.worker("w")
+    pool.client("b")
     client.ask()
     pool.turn()
     pool.wait(50.0)

@@ -195,6 +195,21 @@ def test_fifty_brokers_that_start_at_once_get_ports_of_their_own_and_serve() -> 
     assert errors == []
 
 
+def test_a_broker_that_is_stopped_still_tells_what_has_happened(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("INFO")
+    server = BrokerServer(f"ipc://{tmp_path}/front", f"ipc://{tmp_path}/back", Options())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(server.backend)
+    socket.send(hello("w7"))
+    deadline = time.monotonic() + 20
+    server.run(lambda: bool(server.core.status()["workers"]) or time.monotonic() > deadline)
+    context.destroy(0)
+    assert "w7 joined" in caplog.text
+
+
 @pytest.mark.parametrize("leg", ["frontend", "backend"])
 def test_a_peer_that_sends_more_than_the_limit_is_cut_and_the_others_do_not_notice(
     pool: Pool, leg: str

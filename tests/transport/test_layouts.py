@@ -136,6 +136,15 @@ def test_a_message_that_was_changed_ends_the_same_with_and_without_its_layout(da
     assert outcome(bytes(meta), buffers) == cold
 
 
+@pytest.mark.parametrize("nd", [False, None, 0, 1])
+@pytest.mark.parametrize("shape", [[], [1], [1000], "none"])
+def test_a_scalar_that_says_as_much_of_itself_as_an_array_stays_one(nd, shape):
+    scalar = {b"nd": nd, b"type": "<f4", b"kind": b"", b"shape": shape, b"data": b"abcd"}
+    meta = msgpack.packb({"x": scalar})
+    first, second = outcome(meta, []), outcome(meta, [])
+    assert first == second == {"x": ("scalar", "<f4", b"abcd")}
+
+
 def test_bytes_that_no_array_of_the_dtype_has_are_refused_whether_its_layout_is_known_or_not():
     good = encode({"x": np.array(["a"]), "y": np.array([True])}).meta
     bad = good.replace(np.array(["a"]).tobytes(), b"\xff" * 4)

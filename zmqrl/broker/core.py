@@ -97,6 +97,7 @@ class Broker:
         gap = clock - self._clock
         if gap > _PAUSE:
             self._paused += gap
+            self._ticked -= TICK  # the timers are looked at even if each turn is such a gap
         self._clock = clock
         self._pool.now = clock - self._paused
         self._status_meta = None

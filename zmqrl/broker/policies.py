@@ -107,6 +107,10 @@ class Policies:
         """Whether any request waits."""
         return any(len(policy.schedule) for policy in self._kept.values())
 
+    def has_long_queue(self) -> bool:
+        """Whether so much waits for any policy that a worker may take a batch while still in one."""
+        return any(policy.schedule.is_long() for policy in self._kept.values())
+
     def waiting(self) -> dict[str, int]:
         """The number of waiting requests by policy: its name, or else its number."""
         return {

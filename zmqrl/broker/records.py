@@ -148,6 +148,8 @@ class Worker:
     """When it last became idle or busy."""
     batches: dict[int, Batch] = field(default_factory=dict)
     """What it holds, by number: the first it computes, one more may wait behind it."""
+    given: int = 0
+    """The number of the batch that it was given last."""
     quarantined: bool = False
     """Its last batch was taken back because it took too long; over with its next sign of idleness."""
     reads_lane: bool = False

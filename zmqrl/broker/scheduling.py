@@ -17,6 +17,10 @@ together ask again together, within a moment; the first of them should not go al
 _MOST_WAIT = 0.1
 """Seconds, however long a batch took: one of them may just have been stuck."""
 
+_LEAST_WAIT = 0.0002
+"""Seconds: a wait that would be shorter is none. The broker cannot keep it, and would delay by as much
+again a client whose companions are not about to ask."""
+
 _SHARE = 0.1
 """What the latest batch counts in the mean duration of a batch."""
 
@@ -225,13 +229,18 @@ class SharedQueue:
         return None if oldest is None else oldest.arrived + self._max_wait()
 
     def _max_wait(self) -> float:
-        fixed = self._limits.max_wait
-        return min(_AUTO_WAIT * self._batch_s, _MOST_WAIT) if fixed is None else fixed
+        if self._limits.max_wait is not None:
+            return self._limits.max_wait
+        wait = min(_AUTO_WAIT * self._batch_s, _MOST_WAIT)
+        return wait if wait >= _LEAST_WAIT else 0.0
 
     def _is_held_open(self, oldest: Request, now: float) -> bool:
         if oldest.history or now >= oldest.arrived + self._max_wait():
             return False
-        full = len(self._queue) >= self.cap()
+        most = self.cap()
+        if self._limits.max_wait is None:
+            most = min(most, len(self._peers.clients))  # once all are here there is nobody to wait for
+        full = len(self._queue) >= most
         return not full and not 0 < self._limits.max_rows <= self._queue.rows
 
 
@@ -316,6 +325,8 @@ class FixedRanks:
             if homes[client.peer] is worker and self._holds_up(client, queue, key):
                 self._blockers[(*key, worker.peer)] = client
                 return []
+        # Whoever it waited for last will be missing again before a second batch has taken the others.
+        self._blockers.pop((*key, worker.peer), None)
         first = _first_of_each_client(waiting)
         for request in first:
             request.released = True

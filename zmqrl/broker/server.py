@@ -113,14 +113,14 @@ class BrokerServer:
                     self._receive_requests()
                 if core.tick():
                     # Out of the way of a request: the less code a turn runs, the more stays in caches.
+                    for note in core.take_notes():
+                        log.info("%s", note)
                     if stopping():
                         break
                     self._turn_out()
                     memory.look(core.held_bytes, time.monotonic())
                     if self._lane is not None:
                         self._lane.look(time.monotonic())
-                    for note in core.take_notes():
-                        log.info("%s", note)
                 core.dispatch()
                 while self._send():
                     core.dispatch()  # what a lost peer held, or held up, need not wait

@@ -128,7 +128,8 @@ class WorkerLeg:
             if why is None or self._has_another_attempt(request, worker, why, batch):
                 request.state = WAITING
                 back.append(request)
-        worker.policy.schedule.put_back(back)
+        if back:
+            worker.policy.schedule.put_back(back)
 
     def dispatch(self) -> None:
         """Give waiting requests to idle workers of their policy, the longest idle first."""
@@ -139,6 +140,8 @@ class WorkerLeg:
             requests = worker.policy.schedule.take(worker, pool.now)
             if requests:
                 self._send_batch(worker, requests)
+        if not pool.ahead or not policies.has_long_queue():
+            return  # the same
         for worker in list(pool.ahead.values()):
             schedule = worker.policy.schedule
             if schedule.is_long() and (requests := schedule.take(worker, pool.now)):
@@ -226,8 +229,8 @@ class WorkerLeg:
             else:
                 pool.counters.late_results += 1
                 self._dismiss(message)
-                if batch is not None and epoch == pool.epoch and number < batch.number:
-                    return  # the batch was held up on the way; the one that the worker holds comes next
+                if epoch == pool.epoch and number < worker.given:
+                    return  # the worker is not idle: a later batch comes next, be it taken back as well
         except DecodeError:
             self._take_back(worker, batch, "gave no valid result for it")
             self._begin_next(worker)
@@ -248,7 +251,7 @@ class WorkerLeg:
         if worker.batch is None:
             self._set_idle(worker)
         else:
-            worker.batch.begun = self._pool.now
+            worker.batch.begun = worker.changed = self._pool.now
 
     def _answer(self, worker: Worker, batch: Batch, table: Table, message: list[Any]) -> None:
         pool, totals, counters = self._pool, worker.totals, self._pool.counters
@@ -314,6 +317,7 @@ class WorkerLeg:
         batch = Batch(self._next_batch, now, now, {request.slot: request for request in requests})
         self._next_batch += 1
         worker.batches[batch.number] = batch
+        worker.given = batch.number
         worker.unaware_since = None
         entries, messages, origins = [], [], []
         for request in requests:

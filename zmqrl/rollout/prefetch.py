@@ -9,6 +9,10 @@ _ROUND_TRIPS = 10.0
 """A batch of more round trips than this gains little from a next one that is there already, and what is
 there cannot be taken by another worker."""
 
+_LOOK_EVERY = 32
+"""Batches of which one does not ask ahead: the way is seen after no other, and it may have looked long
+because nobody had anything to ask."""
+
 _SHARE = 0.1
 """What the latest batch counts in the mean duration of a batch."""
 
@@ -29,12 +33,14 @@ class Prefetch:
         self._asked = False
         self._round_trip = float("inf")
         """Seconds from a result to the next batch: the least that was seen without asking ahead."""
+        self._count = 0  # of batches
         self._batch: float | None = None
         """Seconds that a batch takes, in the mean."""
 
     def begin(self) -> bool:
         """A batch has come: whether to ask for the next one now."""
         self._began = self._clock()
+        self._count += 1
         if self._ended is not None and not self._asked:
             self._round_trip = min(self._round_trip, self._began - self._ended)
         self._asked = self._is_worth_it() if self._fixed is None else self._fixed
@@ -47,4 +53,6 @@ class Prefetch:
         self._batch = took if self._batch is None else self._batch + _SHARE * (took - self._batch)
 
     def _is_worth_it(self) -> bool:
-        return self._batch is not None and self._batch < _ROUND_TRIPS * self._round_trip
+        if self._batch is None or self._count % _LOOK_EVERY == 0:
+            return False
+        return self._batch < _ROUND_TRIPS * self._round_trip

@@ -170,6 +170,12 @@ def _is_text(node: Any) -> bool:
     return type(node) is list and len(node) <= _MAX_ITEMS and all(type(item) is str for item in node)
 
 
+def _is_array(node: Any) -> bool:
+    if not isinstance(node, dict) or node.get(b"nd") is not True:  # a scalar may say as much of itself
+        return False
+    return node.keys() == _SMALL or node.keys() == _LARGE
+
+
 def _layout_of(node: Any, meta: bytes, signature: int) -> Optional[Layout]:
     if len(meta) > _MAX_BYTES:
         return None
@@ -205,7 +211,7 @@ class _Search:
             if not isinstance(key, str) or self._left < 0:
                 return None
             self.packer.pack(key)
-            if isinstance(child, dict) and (child.keys() == _SMALL or child.keys() == _LARGE):
+            if _is_array(child):
                 places[key] = self.array(child)
             elif _is_text(child):
                 self._left -= len(child)
