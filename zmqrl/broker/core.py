@@ -125,6 +125,8 @@ class Broker:
     def timeout(self) -> float:
         """Seconds after which `tick` and `dispatch` want to be called again."""
         pool = self._pool
+        if not pool.requests:
+            return TICK
         wake = pool.policies.wake_at(pool.idle.values(), pool.now)
         return TICK if wake is None else min(wake - pool.now, TICK)
 

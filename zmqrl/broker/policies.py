@@ -105,7 +105,10 @@ class Policies:
 
     def wait_for_workers(self) -> bool:
         """Whether any request waits."""
-        return any(len(policy.schedule) for policy in self._kept.values())
+        for policy in self._kept.values():  # any() would make a generator, in each turn of the loop
+            if len(policy.schedule):
+                return True
+        return False
 
     def has_long_queue(self) -> bool:
         """Whether so much waits for any policy that a worker may take a batch while still in one."""
