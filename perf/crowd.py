@@ -32,7 +32,7 @@ import zmq
 from peers import MAX_SOCKETS, dealer
 
 from zmqrl import PolicyClient
-from zmqrl.transport.codec import LARGE, encode_meta
+from zmqrl.transport.codec import INLINE, encode_meta
 from zmqrl.transport.header import Header, Op
 
 # Plain ints, see zmqrl.transport.sockets.
@@ -65,7 +65,7 @@ class Bare:
         self._number = 0
         self._id = b""
         self._at = slice(0, 8)
-        self._large = payload >= LARGE
+        self._large = payload >= INLINE
         self._message = bytearray(payload)
         self._rest = bytes(payload - 8)
 

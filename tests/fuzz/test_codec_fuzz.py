@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqrl.errors import DecodeError
-from zmqrl.transport.codec import LARGE, decode, decode_meta, encode
+from zmqrl.transport.codec import INLINE, decode, decode_meta, encode
 from zmqrl.transport.header import (
     Entry,
     Header,
@@ -25,11 +25,11 @@ thorough = settings(max_examples=int(os.environ.get("ZMQRL_FUZZ_EXAMPLES", "500"
 
 TREES = [
     {
-        "image": np.arange(2 * LARGE, dtype=np.uint8).reshape(2, -1),
+        "image": np.arange(2 * INLINE, dtype=np.uint8).reshape(2, -1),
         "state": np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3),
         "mask": np.array([True, False]),
         "task_descriptions": ["push", "pull"],
-        "depth": np.ones((2, LARGE), np.float16),
+        "depth": np.ones((2, INLINE), np.float16),
     },
     [
         np.array(["ab", "ç"]),
@@ -39,7 +39,7 @@ TREES = [
         np.array(["NaT"], "M8[us]"),
     ],
     {"scalars": [np.float32(1), 1j, None, True, -(2**63), 1.5, b"x"], "time": np.timedelta64(3, "s")},
-    {"text": np.full((2, LARGE), "é"), "mask": np.ones(LARGE, bool)},
+    {"text": np.full((2, INLINE), "é"), "mask": np.ones(INLINE, bool)},
 ]
 
 dtypes = st.sampled_from(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from zmqrl.errors import DecodeError, EncodeError
-from zmqrl.transport.codec import LARGE, MAX_META, decode, decode_meta, encode
+from zmqrl.transport.codec import INLINE, MAX_META, decode, decode_meta, encode
 from zmqrl.transport.tree import MAX_DEPTH
 from zmqrl.transport.unpacking import MAX_NODES
 
@@ -298,7 +298,7 @@ def test_an_array_mark_that_is_no_bool_never_makes_an_array(flag):
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize("large", [False, True])
 def test_an_array_of_text_with_what_is_no_character_is_refused(order, large):
-    size = 2 * LARGE if large else 8
+    size = 2 * INLINE if large else 8
     for word in (b"\xff" * 4, (0x110000).to_bytes(4, "little" if order == "<" else "big")):
         data = bytes(size - 4) + word
         node = array_node(type=f"{order}U1", shape=[size // 4], data=... if large else data)

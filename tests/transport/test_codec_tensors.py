@@ -34,8 +34,8 @@ def test_bfloat16_arrives_as_the_same_values_in_float32(shape):
 
 
 def test_bfloat16_takes_two_bytes_a_value_on_the_way():
-    (buffer,) = encode(torch.zeros(5000, dtype=torch.bfloat16)).buffers
-    assert buffer.nbytes == 10_000
+    (buffer,) = encode(torch.zeros(10_000, dtype=torch.bfloat16)).buffers
+    assert buffer.nbytes == 20_000
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])

@@ -7,17 +7,17 @@ from test_codec import arrays, arrays_of, assert_same, filled, scalars, trees
 
 from zmqrl.errors import DecodeError, EncodeError
 from zmqrl.transport import codec
-from zmqrl.transport.codec import LARGE, decode, encode
+from zmqrl.transport.codec import INLINE, decode, encode
 from zmqrl.transport.layouts import Layouts, structure_of
 from zmqrl.transport.tree import rows_of
 
 OBSERVATION = {
     "state": np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3),
     "goal": {"achieved": np.ones((2, 3)), "desired": np.zeros((2, 3)), "mask": np.array([True, False])},
-    "image": np.arange(2 * LARGE, dtype=np.uint8).reshape(2, -1),
+    "image": np.arange(2 * INLINE, dtype=np.uint8).reshape(2, -1),
     "names": np.array(["ab", "ç"]),
     "task_descriptions": ["push", "pull"],
-    "depth": np.ones((2, LARGE), np.float16),
+    "depth": np.ones((2, INLINE), np.float16),
 }
 keys = st.text(st.characters(codec="utf-8"), max_size=5)
 texts = st.lists(st.text(st.characters(codec="utf-8"), max_size=9), max_size=4)

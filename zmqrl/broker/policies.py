@@ -105,7 +105,7 @@ class Policies:
 
     def wait_for_workers(self) -> bool:
         """Whether any request waits."""
-        for policy in self._kept.values():  # any() would make a generator, in each turn of the loop
+        for policy in self._kept.values():  # noqa: SIM110 - any() would make a generator, each turn
             if len(policy.schedule):
                 return True
         return False

@@ -1,7 +1,7 @@
 """Trees of arrays to frames and back, in the msgpack-numpy dialect.
 
 A tree without large arrays is stock msgpack-numpy. An array of `LARGE` bytes or more travels as a
-frame of its own; in its place stands the index of that frame.
+frame of its own, unless there is little of them; in its place stands the index of that frame.
 
 What changes on the way: a tuple arrives as a list, a bytearray as bytes, a big-endian array in native
 byte order, a torch tensor as an array. bfloat16 travels as its two bytes and arrives as float32, which
@@ -38,7 +38,11 @@ from zmqrl.transport.tree import MAX_DEPTH, is_row_list
 from zmqrl.transport.unpacking import MAX_NODES, NO_EXTENSION, count_nodes, unpack
 
 LARGE = 4096
-"""Bytes from which an array becomes a frame of its own."""
+"""Bytes from which an array becomes a frame of its own, unless it is one of few."""
+
+INLINE = 1 << 14
+"""Bytes from which it always does: as long as the large arrays of a tree have fewer than so many in all,
+a copy costs less than a frame."""
 
 MAX_META = 2 << 20
 """Bytes of the meta of a message: what is not in large arrays."""
@@ -184,6 +188,7 @@ class _Encoder:
     def __init__(self, copy: bool) -> None:
         self.copy = copy
         self.buffers: List[memoryview] = []
+        self.large = 0  # bytes of the large arrays so far
         self.shape: List[str] = []
         self.rows: Set[int] = set()
 
@@ -266,7 +271,9 @@ class _Encoder:
             b"kind": b"",
             b"shape": list(array.shape),
         }
-        if array.nbytes < LARGE:
+        if array.nbytes >= LARGE:
+            self.large += array.nbytes
+        if array.nbytes < LARGE or self.large < INLINE:
             packed[b"data"] = array.tobytes()
         else:
             packed[b"frame"] = len(self.buffers)

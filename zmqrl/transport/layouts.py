@@ -16,7 +16,7 @@ import numpy as np
 
 from zmqrl.transport.arrays import Form, buffer_of
 
-_MAX_BYTES = 1 << 14  # of a meta whose layout is kept
+_MAX_BYTES = 1 << 16  # of a meta whose layout is kept
 _MAX_ITEMS = 256  # keys and texts in it
 _MAX_DEPTH = 8
 _SMALL = {b"nd", b"type", b"kind", b"shape", b"data"}  # what is said of an array
