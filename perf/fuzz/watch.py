@@ -30,9 +30,9 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 def stop(process: subprocess.Popen[str]) -> None:
     """End a process that `start` gave, as Ctrl-C does, unless it ends by itself because of that."""
-    for number in (signal.SIGINT, signal.SIGKILL):
+    for patience, number in ((2.0, signal.SIGINT), (10.0, signal.SIGKILL)):
         with suppress(subprocess.TimeoutExpired):
-            process.wait(2.0)
+            process.wait(patience)
         process.send_signal(number)
 
 
