@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Dict, Optional, Union
@@ -346,7 +345,7 @@ class PolicyClient:
             "role": "client",
             "name": self.name,
             "incarnation": self._incarnation,
-            "host": socket.gethostname(),
+            "host": os.uname().nodename,
             "pid": self._pid,
             "mode": self.mode,
         }

@@ -15,7 +15,6 @@ that an array points to from the message.
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set
 
@@ -173,6 +172,8 @@ def _check_plain(node: Any, depth: int) -> None:
 
 
 def _hash(shape: str) -> int:
+    import hashlib  # it brings OpenSSL, for which an import of the client need not wait
+
     return int.from_bytes(hashlib.blake2b(shape.encode(), digest_size=8).digest(), "little")
 
 

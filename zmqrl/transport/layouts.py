@@ -7,7 +7,7 @@ the layout was learned; what depends on the bytes of an array is checked again.
 
 from __future__ import annotations
 
-import random
+import os
 import struct
 from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -23,7 +23,7 @@ _SMALL = {b"nd", b"type", b"kind", b"shape", b"data"}  # what is said of an arra
 _LARGE = {b"nd", b"type", b"kind", b"shape", b"frame"}
 _MAX_KEPT = 64
 _FREE = 64  # misses from each of which a layout is learned
-_RARELY = 1 / 32  # of those after them
+_RARELY = 8  # of 256 of those after them
 
 
 class _Place(NamedTuple):
@@ -126,7 +126,7 @@ class Layouts:
         """
         self._missed += 1
         # By chance, so that no regular mixture of structures keeps one of them out for ever.
-        if self._missed > _FREE and random.random() > _RARELY:
+        if self._missed > _FREE and os.urandom(1)[0] >= _RARELY:
             return
         layout = _layout_of(node, meta, signature)
         if layout is None:

@@ -13,7 +13,6 @@ it has the secret of `server.key`, and a peer that it has one of those on an all
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import threading
@@ -27,9 +26,9 @@ import zmq
 from zmqrl.errors import KeysError
 
 if TYPE_CHECKING:
-    from zmq.auth.thread import ThreadAuthenticator
+    import logging
 
-log = logging.getLogger(__name__)
+    from zmq.auth.thread import ThreadAuthenticator
 
 CLIENTS = "clients"
 WORKERS = "workers"
@@ -181,7 +180,7 @@ class Door:
         try:
             return self._answer(key.decode())
         except Exception:  # it would end the thread, and with it all hope of later ones
-            log.exception("a peer is turned away: its key could not be looked up")
+            _log().exception("a peer is turned away: its key could not be looked up")
             return False
 
     def _answer(self, key: str) -> bool:
@@ -193,7 +192,7 @@ class Door:
         if (
             self._turned_away & (self._turned_away - 1) == 0
         ):  # the 1st, 2nd, 4th …: nobody floods the log
-            log.warning(
+            _log().warning(
                 "a peer is turned away (number %d): its key %s is not in %s",
                 *(self._turned_away, key, " or ".join(a.folder for a in self._lists.values())),
             )
@@ -296,7 +295,7 @@ class _AllowList:
     def _complain(self, text: str) -> None:
         if text not in self._complaints:
             self._complaints.add(text)
-            log.warning("%s", text)
+            _log().warning("%s", text)
 
 
 def _stamps_in(folder: str) -> Tuple[Optional[_Stamp], Dict[str, _Stamp]]:
@@ -318,3 +317,9 @@ def _stamps_in(folder: str) -> Tuple[Optional[_Stamp], Dict[str, _Stamp]]:
 
 def _stamp_of(status: os.stat_result) -> _Stamp:
     return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _log() -> logging.Logger:
+    import logging  # for which a client without keys need not wait
+
+    return logging.getLogger(__name__)

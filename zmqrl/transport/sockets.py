@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import re
 from typing import IO, Any, Callable, Optional, Sequence
@@ -12,8 +11,6 @@ import zmq
 
 from zmqrl.errors import EndpointError
 from zmqrl.transport.security import CURVE_BYTES, Door, Keys
-
-log = logging.getLogger(__name__)
 
 # Plain ints: pyzmq's enum costs over 1 us at every `zmq.SNDMORE | zmq.NOBLOCK`.
 NOBLOCK = int(zmq.NOBLOCK)
@@ -212,7 +209,9 @@ def _check_that_it_is_wanted(endpoint: str, door: Door) -> None:
             "Make keys (bin/make-keys FOLDER) and set security.keys to FOLDER; or set "
             "security.insecure to true if every machine that can reach it may be trusted"
         )
-    log.warning(
+    import logging  # a client binds nothing, and need not wait for this
+
+    logging.getLogger(__name__).warning(
         "%s can be reached from other machines, by anyone, unencrypted (security.insecure)", endpoint
     )
 
