@@ -190,6 +190,9 @@ class SharedQueue:
         self._several = several
         self._queue = _Queue()
         self._batch_s = 0.0  # that a batch takes, in the mean
+        self._max_wait = limits.max_wait or 0.0  # s that a partial batch is held open
+        self._cap = 1
+        self._cap_at = -1  # the count of changes for which it was worked out
         self.add = self._queue.add
         self.put_back = self._queue.put_back
         self.remove = self._queue.remove
@@ -199,15 +202,19 @@ class SharedQueue:
 
     def cap(self) -> int:
         """The most shards in a batch now."""
+        peers = self._peers
         if self._limits.queue_size:
             return self._limits.queue_size
-        requests = max(len(self._peers.clients), len(self._queue) if self._several else 0)
-        return max(1, -(-requests // max(1, len(self._peers.live_workers()))))
+        if self._cap_at != peers.changes or self._several:
+            requests = max(len(peers.clients), len(self._queue) if self._several else 0)
+            self._cap = max(1, -(-requests // max(1, len(peers.live_workers()))))
+            self._cap_at = peers.changes
+        return self._cap
 
     def take(self, worker: Worker, now: float) -> list[Request]:
         """The oldest requests, unless a partial batch is still held open."""
         oldest = self._queue.oldest()
-        if oldest is None or self._is_held_open(oldest, now):
+        if oldest is None or (self._max_wait and self._is_held_open(oldest, now)):
             return []
         live = self._peers.live_workers()
         batch = _fill(self._queue.all(), worker, live, self.cap(), self._limits, now)
@@ -218,6 +225,9 @@ class SharedQueue:
     def took(self, seconds: float) -> None:
         """Bring the mean duration of a batch up to date."""
         self._batch_s += _SHARE * (seconds - self._batch_s)
+        if self._limits.max_wait is None:
+            wait = min(_AUTO_WAIT * self._batch_s, _MOST_WAIT)
+            self._max_wait = wait if wait >= _LEAST_WAIT else 0.0
 
     def is_long(self) -> bool:
         """A full batch: a smaller one would only have to be paid for sooner."""
@@ -226,16 +236,10 @@ class SharedQueue:
     def wake_at(self) -> float | None:
         """When the partial batch that is held open must leave."""
         oldest = self._queue.oldest()
-        return None if oldest is None else oldest.arrived + self._max_wait()
-
-    def _max_wait(self) -> float:
-        if self._limits.max_wait is not None:
-            return self._limits.max_wait
-        wait = min(_AUTO_WAIT * self._batch_s, _MOST_WAIT)
-        return wait if wait >= _LEAST_WAIT else 0.0
+        return None if oldest is None else oldest.arrived + self._max_wait
 
     def _is_held_open(self, oldest: Request, now: float) -> bool:
-        if oldest.history or now >= oldest.arrived + self._max_wait():
+        if oldest.history or now >= oldest.arrived + self._max_wait:
             return False
         most = self.cap()
         if self._limits.max_wait is None:

@@ -18,7 +18,7 @@ from zmqrl.transport import sharedmem, sockets
 from zmqrl.transport.codec import LARGE
 from zmqrl.transport.header import MAX_FRAMES, Op, op_of
 from zmqrl.transport.security import CLIENTS, WORKERS, Door, Keys, answer_handshakes, key_of
-from zmqrl.transport.sockets import NOBLOCK
+from zmqrl.transport.sockets import NOBLOCK, POLLIN
 
 log = logging.getLogger(__name__)
 
@@ -97,14 +97,12 @@ class BrokerServer:
         Args:
             stopping: Asked a few times a second.
         """
-        poller = zmq.Poller()
-        poller.register(self._frontend, zmq.POLLIN)
-        poller.register(self._backend, zmq.POLLIN)
+        both = [(self._frontend, POLLIN), (self._backend, POLLIN)]
         core = self.core
         memory = Memory()
         try:
             while True:
-                ready = _wait(poller, core.timeout())
+                ready = _wait(both, core.timeout())
                 core.advance(time.monotonic())
                 # Results first: they free workers for what the frontend brings.
                 if self._backend in ready:
@@ -241,13 +239,16 @@ class BrokerServer:
             self._lane.dismiss(frames[0])
 
 
-def _wait(poller: zmq.Poller, seconds: float) -> dict[Any, int]:
+def _wait(sockets_: list[tuple[Any, int]], seconds: float) -> list[Any]:
     """The sockets that have something to read, at the latest after so many seconds."""
     if seconds >= _POLL_STEP:
-        return dict(poller.poll(1 + int(seconds * 1000)))
-    # A batch is held open for less than poll() can wait.
-    time.sleep(min(max(seconds, 0.0), _SHORT_STEP))
-    return dict(poller.poll(0))
+        milliseconds = 1 + int(seconds * 1000)
+    else:
+        # A batch is held open for less than a poll can wait.
+        time.sleep(min(max(seconds, 0.0), _SHORT_STEP))
+        milliseconds = 0
+    # Without a `zmq.Poller`, whose layer is felt when one message wakes the broker.
+    return [socket for socket, _ in zmq.zmq_poll(sockets_, milliseconds)]
 
 
 def _key_of(first: zmq.Frame, door: Door) -> str | None:

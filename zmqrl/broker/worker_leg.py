@@ -22,11 +22,12 @@ from zmqrl.transport.header import (
     FLAG_LANE,
     FLAG_READS_LANE,
     HEADER_SIZE,
-    Entry,
     Header,
     Op,
     Table,
-    join_batch,
+    join_bodies,
+    pack_entry,
+    pack_table,
     split_batch,
     unpack,
     unpack_table,
@@ -34,7 +35,8 @@ from zmqrl.transport.header import (
 )
 
 # Plain ints: the look at a member of an enum is felt with each request.
-_REPLY, _ERROR = int(Op.REPLY), int(Op.ERROR)
+_REPLY, _ERROR, _RESULT, _BATCH = int(Op.REPLY), int(Op.ERROR), int(Op.RESULT), int(Op.BATCH)
+_HELLO = int(Op.HELLO)
 
 _UNAWARE_FOR = 1.0
 """Seconds between two READYs that do not know a batch, after which it counts as lost on the way."""
@@ -59,27 +61,27 @@ class WorkerLeg:
         Raises:
             DecodeError: It is not valid; what it would have answered runs again.
         """
-        worker = self._pool.workers.get(peer)
-        if header.op == Op.HELLO:
+        worker, op = self._pool.workers.get(peer), header.op
+        if op == _HELLO:
             self._hello(peer, worker, decode_meta(message[0][HEADER_SIZE:], MAX_REQUEST), key)
         elif worker is None:
             self._pool.counters.unknown += 1
             self._pool.to_workers.append((peer, words.plain(Op.UNKNOWN, {})))
         else:
             worker.heard = self._pool.now
-            if header.op == Op.READY:
+            if op == _RESULT:
+                self._result(worker, message)
+            elif op == Op.READY:
                 worker.reads_lane = bool(header.flags & FLAG_READS_LANE)
                 self._ready(worker, header.request_id)
-            elif header.op == Op.RESULT:
-                self._result(worker, message)
-            elif header.op == Op.AHEAD:
+            elif op == Op.AHEAD:
                 self._ahead(worker, header.request_id)
-            elif header.op == Op.BYE:
+            elif op == Op.BYE:
                 batch = worker.batch
                 crossed = batch is not None and header.request_id < batch.number
                 self.forget(worker, None if crossed else "left")
             else:
-                raise DecodeError(f"op {header.op} has no meaning from a worker")
+                raise DecodeError(f"op {op} has no meaning from a worker")
 
     def forget(self, worker: Worker, why: str | None) -> None:
         """A worker has left or was lost: what it holds runs elsewhere; `why` as in `_take_back`."""
@@ -134,12 +136,14 @@ class WorkerLeg:
     def dispatch(self) -> None:
         """Give waiting requests to idle workers of their policy, the longest idle first."""
         pool, policies = self._pool, self._pool.policies
+        if not pool.requests:
+            return
         for worker in list(pool.idle.values()):
-            if not policies.wait_for_workers():
-                return  # spares the look at every idle worker
             requests = worker.policy.schedule.take(worker, pool.now)
             if requests:
                 self._send_batch(worker, requests)
+            elif not policies.wait_for_workers():
+                return  # spares the look at every idle worker
         if not pool.ahead or not policies.has_long_queue():
             return  # the same
         for worker in list(pool.ahead.values()):
@@ -248,10 +252,11 @@ class WorkerLeg:
 
     def _begin_next(self, worker: Worker) -> None:
         """A worker is done with a batch: it begins the one that waits behind it, or is idle."""
-        if worker.batch is None:
+        batch = worker.batch
+        if batch is None:
             self._set_idle(worker)
         else:
-            worker.batch.begun = worker.changed = self._pool.now
+            batch.begun = worker.changed = self._pool.now
 
     def _answer(self, worker: Worker, batch: Batch, table: Table, message: list[Any]) -> None:
         pool, totals, counters = self._pool, worker.totals, self._pool.counters
@@ -281,7 +286,8 @@ class WorkerLeg:
             counters.shards += 1
             counters.rows += rows
             if op == _REPLY:
-                counters.lane_replies += header.flags & FLAG_LANE != 0
+                if header.flags & FLAG_LANE:
+                    counters.lane_replies += 1
                 counters.queue_s += batch.sent - request.arrived
                 if request.taken_back and request.in_lane and header.attempt == 0:
                     # No attempt of its worker counted, but its client must know that there were two.
@@ -304,7 +310,7 @@ class WorkerLeg:
     def _send_batch(self, worker: Worker, requests: list[Request]) -> None:
         pool, now = self._pool, self._pool.now
         inlined: dict[int, list[Any]] = {}
-        if not worker.reads_lane and any(request.in_lane for request in requests):
+        if pool.lane_bytes and not worker.reads_lane and any(request.in_lane for request in requests):
             inlined = self._inlined(requests)
             requests = [request for request in requests if request.state is WAITING]
             if not requests:
@@ -325,7 +331,7 @@ class WorkerLeg:
             message, origin = inlined.get(request.slot) or request.message, request.client.peer
             waited_us = int((now - request.arrived) * 1e6)
             entries.append(
-                Entry(
+                pack_entry(
                     request.slot,
                     len(message[0]),
                     len(message) - 1,
@@ -336,8 +342,8 @@ class WorkerLeg:
             )
             messages.append(message)
             origins.append(origin)
-        table = Table(pool.epoch, batch.number, entries, origins=b"".join(origins))
-        pool.to_workers.append((worker.peer, join_batch(table, Op.BATCH, messages)))
+        table = pack_table(_BATCH, pool.epoch, batch.number, entries, origins)
+        pool.to_workers.append((worker.peer, join_bodies(table, messages)))
 
     def _inlined(self, requests: list[Request]) -> dict[int, list[Any]]:
         """Messages for a worker that cannot read shared memory, by slot.

@@ -72,6 +72,7 @@ _MARK = MAGIC + bytes([VERSION])
 """What every message of this version begins with."""
 
 _HEADER = struct.Struct("<5sBHQBBHIIIIIQQ")
+_FIELDS = struct.Struct("<5xBHQBBHIIIIIQQ")  # the same without the mark
 HEADER_SIZE = _HEADER.size
 _PREFIX = struct.Struct("<5sBHQ")
 
@@ -113,6 +114,10 @@ class Header(NamedTuple):
         return _HEADER.pack(_MARK, op, flags, request_id, attempt, stage, frames, rows, budget_ms, *rest)
 
 
+_new = tuple.__new__
+"""Makes a named tuple of a tuple of its length; `_make` would run Python code to check that."""
+
+
 def unpack(first: bytes) -> Header:
     """Read the header of a message from its first frame.
 
@@ -120,10 +125,8 @@ def unpack(first: bytes) -> Header:
         DecodeError: The bytes are no zmqrl message.
         VersionMismatch: They are one of another version of the protocol.
     """
-    if len(first) >= HEADER_SIZE:
-        fields = _HEADER.unpack_from(first)
-        if fields[0] == _MARK:
-            return Header._make(fields[1:])
+    if len(first) >= HEADER_SIZE and first[:5] == _MARK:
+        return _new(Header, _FIELDS.unpack_from(first))
     if len(first) < _PREFIX.size or first[:4] != MAGIC:
         raise DecodeError("not a zmqrl message")
     if first[4] != VERSION:
@@ -191,11 +194,22 @@ class Table(NamedTuple):
 
     def pack(self, op: Op) -> bytes:
         """The first frame of a BATCH or RESULT message."""
-        pack = _ENTRY.pack
-        head = _TABLE.pack(self.epoch, self.number, len(self.entries), self.predict_us)
-        return b"".join(
-            [Header(op).pack(), head, *[pack(*entry) for entry in self.entries], self.origins]
-        )
+        entries = [_ENTRY.pack(*entry) for entry in self.entries]
+        return pack_table(op, self.epoch, self.number, entries, [self.origins], self.predict_us)
+
+
+_HEADS = {int(op): Header(op).pack() for op in (Op.BATCH, Op.RESULT)}
+
+pack_entry = _ENTRY.pack
+"""The bytes of an `Entry`, of its fields."""
+
+
+def pack_table(
+    op: int, epoch: int, number: int, entries: List[bytes], origins: List[bytes], predict_us: int = 0
+) -> bytes:
+    """The bytes of a `Table`, of its packed entries; the broker, which makes many, makes no tuples."""
+    head = _TABLE.pack(epoch, number, len(entries), predict_us)
+    return b"".join([_HEADS[op], head, *entries, *origins])
 
 
 def unpack_table_head(first: bytes) -> Tuple[int, int, int]:
@@ -224,16 +238,25 @@ def unpack_table(first: bytes) -> Table:
     end = begin + count * _ENTRY.size
     if len(first) < end:
         raise DecodeError("the table of a batch is cut short")
-    entries = list(map(Entry._make, _ENTRY.iter_unpack(first[begin:end])))
+    entries, named = [], 0
+    for fields in _ENTRY.iter_unpack(first[begin:end]):
+        entry = _new(Entry, fields)
+        entries.append(entry)
+        named += entry.origin_length
     origins = first[end:]
-    if sum([entry.origin_length for entry in entries]) != len(origins):
+    if named != len(origins):
         raise DecodeError("the table of a batch does not fill its frame")
-    return Table(epoch, number, entries, predict_us, origins)
+    return _new(Table, (epoch, number, entries, predict_us, origins))
 
 
 def join_batch(table: Table, op: Op, messages: Sequence[Sequence[Any]]) -> List[Any]:
     """The frames of a BATCH or RESULT message: table, joined first frames, large buffers."""
-    frames: List[Any] = [table.pack(op), b"".join([message[0] for message in messages])]
+    return join_bodies(table.pack(op), messages)
+
+
+def join_bodies(first: bytes, messages: Sequence[Sequence[Any]]) -> List[Any]:
+    """The same of a table that is packed already."""
+    frames: List[Any] = [first, b"".join([message[0] for message in messages])]
     for message in messages:
         if len(message) > 1:
             frames.extend(message[1:])
