@@ -266,7 +266,8 @@ class Pool:
     def __init__(self, lane=None, **options):
         limits = {k: options.pop(k) for k in list(options) if k in Limits.__dataclass_fields__}
         self.now = 1000.0
-        self.broker = Broker(Options(limits=Limits(**limits), **options), EPOCH, self.now, lane)
+        options = Options(limits=Limits(**limits), **options)
+        self.broker = Broker(options, EPOCH, self.now, lane, self.send_now)
         self.peers = {}
         self.gone = set()
         self.lose_batches_to = set()
@@ -316,6 +317,13 @@ class Pool:
         """Turns of the loop for so long."""
         for _ in range(round(seconds / STEP)):
             self.turn(STEP)
+
+    def send_now(self, peer, frames):
+        """Deliver a reply unless its client is gone, which `send` will find out."""
+        if peer in self.gone:
+            return False
+        self.peers[peer].inbox.append(Received(frames))
+        return True
 
     def send(self):
         """Empty the outboxes; returns whether a peer turned out to be gone."""

@@ -39,6 +39,18 @@ def test_a_result_for_a_slot_of_another_worker_reaches_nobody():
     served_in_the_end(pool, clients, [thief, victim])
 
 
+def test_a_reply_does_not_wait_for_the_end_of_the_turn_unless_its_client_is_gone():
+    pool, (present, gone), workers = two_running()
+    pool.gone.add(gone.peer)
+    for worker in workers:
+        worker.answer()
+    assert present.answers == [("REPLY", 1)]
+    pool.turn()
+    assert pool.counters["lost_clients"] == 1
+    assert gone.answers == []
+    assert pool.holds_nothing()
+
+
 @pytest.mark.parametrize("field", ["epoch", "number"])
 def test_a_result_of_another_epoch_or_batch_is_counted_and_dropped(field):
     pool, clients, (wrong, other) = two_running()

@@ -60,17 +60,26 @@ class Broker:
     """The state of one broker.
 
     The server calls `advance` with the time, then hands in what arrived, then calls `tick` and
-    `dispatch`, and sends what `take_outbox` gives.
+    `dispatch`, and sends what `take_outbox` gives. Replies may leave earlier, through `send_now`.
 
     Args:
         options: How it behaves.
         epoch: A number that no earlier broker at this endpoint used.
         now: Seconds on a monotonic clock.
         lane: Shared memory between peers of this host; None without.
+        send_now: Sends `frames` to the client `peer`, and returns whether it could. What it could not,
+            and everything where there is no such function, stands in the outbox.
     """
 
-    def __init__(self, options: Options, epoch: int, now: float, lane: BrokerLane | None = None) -> None:
-        self._pool = Pool(options, epoch, now, lane)
+    def __init__(
+        self,
+        options: Options,
+        epoch: int,
+        now: float,
+        lane: BrokerLane | None = None,
+        send_now: Callable[[bytes, list[Any]], bool] = lambda peer, frames: False,
+    ) -> None:
+        self._pool = Pool(options, epoch, now, lane, send_now)
         self._clients = ClientLeg(self._pool)
         self._workers = WorkerLeg(self._pool)
         self._started = self._ticked = self._clock = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,13 +48,22 @@ class Pool:
         epoch: Names this run of the broker.
         now: Seconds.
         lane: Shared memory; None without.
+        send_now: Sends to a client at once, and returns whether it could.
     """
 
-    def __init__(self, options: Options, epoch: int, now: float, lane: BrokerLane | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        epoch: int,
+        now: float,
+        lane: BrokerLane | None = None,
+        send_now: Callable[[bytes, list[Any]], bool] = lambda peer, frames: False,
+    ) -> None:
         self.options = options
         self.epoch = epoch
         self.now = now
         self.lane = lane
+        self._send_now = send_now
         self.welcome: dict[str, Any] = {"epoch": epoch}
         """What every peer is told that has introduced itself."""
         if lane is not None:
@@ -137,9 +147,11 @@ class Pool:
         client = request.client
         if client.phase == REST and request.policy is self.policies.default:
             client.phase = STEP  # another of its stages rests; the one that has its actions goes on
+        # Before the books are kept: that is done while the reply travels.
+        if not self._send_now(client.peer, reply):
+            self.to_clients.append((client.peer, reply))
         self._close(request)
         self.counters.answered += 1
-        self.to_clients.append((client.peer, reply))
 
     def fail(self, request: Request, error: list[Any]) -> None:
         """Close a request with an ERROR message."""

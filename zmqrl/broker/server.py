@@ -89,7 +89,7 @@ class BrokerServer:
         epoch = int.from_bytes(os.urandom(7), "little")
         proof = sharedmem.proof() if shared_memory else None
         self._lane = None if proof is None else BrokerLane(proof)
-        self.core = Broker(options, epoch, time.monotonic(), self._lane)
+        self.core = Broker(options, epoch, time.monotonic(), self._lane, self._send_now)
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until `stopping` says so, then answer what is open with an ERROR and close.
@@ -190,6 +190,14 @@ class BrokerServer:
                 # A defect that one message shows must not take the pool down with it.
                 self.core.counters.malformed += 1
                 log.exception("a message could not be handled")
+
+    def _send_now(self, peer: bytes, frames: list[Any]) -> bool:
+        """Send to a client; False if it could not be, which `_send` will look into."""
+        try:
+            self._send_to_client(peer, frames)
+        except zmq.ZMQError:
+            return False
+        return True
 
     def _send(self) -> bool:
         """Send what stands in the outboxes, without ever waiting for a peer.
