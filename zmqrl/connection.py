@@ -352,30 +352,29 @@ class Connection:
             self._poller.poll(int(seconds * 1000 + 0.999))
         while not awaited.done:
             try:
-                frames: List[Any] = [self._socket.recv(flags, copy=False)]
+                first = self._socket.recv(flags)
             except zmq.Again:
                 return
             flags = sockets.NOBLOCK
-            while frames[-1].more:
-                frames.append(self._socket.recv(flags, copy=False))
             try:
-                self._handle(frames)
+                self._handle(first)
             except VersionMismatch as error:
                 for other in list(self.requests.values()):
                     self._end(other, error=RequestRefused(f"{self.endpoint}: {error}"))
             except DecodeError:
                 continue  # not from a zmqrl broker; the deadline speaks if nothing else comes
 
-    def _handle(self, frames: List[Any]) -> None:
-        first = frames[0].bytes
+    def _handle(self, first: bytes) -> None:
+        """Act on a message, of which the first frame has been read."""
         header = unpack(first)
+        buffers = self._buffers() if header.frames else []
         self._reached = True
         self._asked = None
         self._suspicion.end()
         request = self.requests.get(header.request_id)
         if header.op == _REPLY:
             if request is not None:
-                self._reply(request, header, first[HEADER_SIZE:], frames[1:])
+                self._reply(request, header, first[HEADER_SIZE:], buffers)
             elif header.flags & FLAG_LANE:  # late: an earlier call gave this request up
                 self._lane.reader.dismiss(first[HEADER_SIZE:])
         elif header.op == Op.UNKNOWN:
@@ -393,6 +392,15 @@ class Connection:
         elif header.op == Op.KNOWN and request is not None:
             request.kind = PolicyTimeout
             request.state = str(decode_meta(first[HEADER_SIZE:]).get("state", ""))
+
+    def _buffers(self) -> List[Any]:
+        """The other frames of the message in hand; most messages have none, and are not asked."""
+        buffers: List[Any] = []
+        more = bool(self._socket.getsockopt(zmq.RCVMORE))
+        while more:
+            buffers.append(self._socket.recv(sockets.NOBLOCK, copy=False))
+            more = buffers[-1].more
+        return buffers
 
     def _reply(self, request: Request, header: Header, meta: bytes, buffers: List[Any]) -> None:
         self._patience = _REBUILD_AFTER

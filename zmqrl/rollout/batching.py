@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -105,8 +105,7 @@ def split(tree: Any, rows: Sequence[int]) -> list[Any]:
         tree: Arrays [sum of rows, ...].
         rows: Rows of each part.
     """
-    bounds = np.cumsum([0, *rows])
-    return [select(tree, slice(int(a), int(b))) for a, b in pairwise(bounds)]
+    return [select(tree, slice(a, b)) for a, b in pairwise(accumulate(rows, initial=0))]
 
 
 def select(tree: Any, rows: slice | np.ndarray) -> Any:

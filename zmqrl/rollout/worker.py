@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 # A member of an enum costs at every look, and to pack.
 _BATCH = int(Op.BATCH)
 _REPLY = int(Op.REPLY)
+_RESULT = int(Op.RESULT)
 
 _TICK_MS = 250
 """Milliseconds after which an idle worker looks at what else is to do."""
@@ -271,6 +272,7 @@ class RolloutWorker:
         self._versions.refresh()
         replies: dict[int, list[Any]] = {}
         groups: dict[tuple[int, ...], list[_Shard]] = {}
+        is_single = len(table.entries) == 1
         for entry, message in split_batch(table, frames):
             header = unpack(message[0])
             try:
@@ -278,8 +280,9 @@ class RolloutWorker:
                 if header.flags & FLAG_LANE:
                     meta, views = self._lane.reader.views(meta)
                     buffers = [*views, *buffers]
-                # Views of what came: `merge` copies them into memory that is the policy's own.
-                observation = decode(meta, buffers, writable=False)
+                # Views of what came: `merge` copies them into memory that is the policy's own. It has
+                # nothing to do for a small observation that is alone.
+                observation = decode(meta, buffers, writable=is_single and not buffers)
                 if rows_of(observation) != header.rows:
                     raise DecodeError("the header and the arrays differ in their rows")
             except SharedMemoryLost as error:
@@ -299,7 +302,7 @@ class RolloutWorker:
             for entry, message in zip(table.entries, messages, strict=True)
         ]
         result = Table(table.epoch, table.number, entries, _microseconds(self._predict_s))
-        self._send(join_batch(result, Op.RESULT, messages))
+        self._send(join_batch(result, _RESULT, messages))
         self._prefetch.end()
         self._lane.look(self._spoke)
         self._lane.slots.collect(self._spoke)

@@ -189,7 +189,7 @@ class Table(NamedTuple):
     origins: bytes = b""
     """The identities of the clients that asked, joined; empty in a result."""
 
-    def pack(self, op: Op) -> bytes:
+    def pack(self, op: int) -> bytes:
         """The first frame of a BATCH or RESULT message."""
         pack = _ENTRY.pack
         head = _TABLE.pack(self.epoch, self.number, len(self.entries), self.predict_us)
@@ -231,7 +231,7 @@ def unpack_table(first: bytes) -> Table:
     return Table(epoch, number, entries, predict_us, origins)
 
 
-def join_batch(table: Table, op: Op, messages: Sequence[Sequence[Any]]) -> List[Any]:
+def join_batch(table: Table, op: int, messages: Sequence[Sequence[Any]]) -> List[Any]:
     """The frames of a BATCH or RESULT message: table, joined first frames, large buffers."""
     frames: List[Any] = [table.pack(op), b"".join([message[0] for message in messages])]
     for message in messages:
