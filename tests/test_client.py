@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import zmq
 from conftest import Pool, wait_for
 
 from zmqrl import Pending, PolicyClient
@@ -33,7 +34,8 @@ from zmqrl.errors import (
     Replaced,
     RequestRefused,
 )
-from zmqrl.transport.header import Header, Op
+from zmqrl.transport.codec import encode
+from zmqrl.transport.header import Header, Op, unpack
 
 
 def x(value: float, rows: int = 2) -> dict[str, np.ndarray]:
@@ -246,6 +248,23 @@ def test_a_policy_may_reuse_its_output_buffer(pool: Pool) -> None:
     kept = [client.infer(x(value))["actions"] for value in range(30)]
     for value, actions in enumerate(kept):
         assert (actions == value).all()
+
+
+def test_messages_that_are_not_of_zmqrl_are_passed_over(folder: Path) -> None:
+    endpoint = f"ipc://{folder}/odd.ipc"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as broker:
+        broker.bind(endpoint)
+        broker.setsockopt(zmq.RCVTIMEO, 10_000)
+        with PolicyClient(endpoint) as policy:
+            pending = policy.submit(x(1.0))
+            peer, first = broker.recv_multipart()
+            while unpack(first).op != Op.INFER:
+                peer, first = broker.recv_multipart()
+            reply = Header(Op.REPLY, request_id=unpack(first).request_id, frames=2, rows=2)
+            encoded = encode({"actions": np.ones((2, 5000)), "logits": np.ones((2, 5000))})
+            broker.send_multipart([peer, b"not a message of zmqrl", b"in two frames"])
+            broker.send_multipart([peer, reply.pack() + encoded.meta, *encoded.buffers])
+            assert pending.result()["logits"].sum() == 10_000
 
 
 def test_a_send_that_is_interrupted_leaves_no_half_message_behind(pool: Pool) -> None:

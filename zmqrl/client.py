@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from zmqrl.recording import Recording
 
 
+_INFER = int(Op.INFER)  # a member of an enum costs at every look, and to pack
+
+
 class PolicyClient:
     """Asks the policy of a zmqrl pool for actions.
 
@@ -216,7 +219,7 @@ class PolicyClient:
                     connection.rest(stage)
                 self._recording.wait_to_begin(stage, deadline)
             header = Header(
-                Op.INFER,
+                _INFER,
                 flags=(FLAG_EVAL if chosen == "eval" else 0) | connection.flags,
                 request_id=self._next_id,
                 stage=stage,

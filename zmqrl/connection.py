@@ -29,6 +29,11 @@ from zmqrl.transport.refusal import Suspicion
 from zmqrl.transport.security import Keys
 from zmqrl.transport.sharedmem import Lane, Slot
 
+_REPLY = int(Op.REPLY)  # a member of an enum costs at every look
+
+_TICK = 0.2
+"""Seconds for which `recv` waits at most: as one call it costs less than a poll and a look before it."""
+
 _ASK_AFTER = 1.0
 """Seconds without a word about a request, after which the client asks whether it is known."""
 
@@ -172,21 +177,22 @@ class Connection:
             self._suspicion.begin(after=min(_SUSPECT_AFTER, left / 2))
         self._resting.discard(request.header.stage)
         request.size = len(request.meta) + sum(map(len, request.buffers))
-        self._lane.look(time.monotonic())
         if request.buffers:
             request.settle(self._lane)
         self._send(request)
         self.requests[request.header.request_id] = request
+        self._lane.look(time.monotonic())
 
     def wait(self, request: Request, until: float) -> None:
         """Wait until `request` has ended, but no longer than `until` (of `time.monotonic()`)."""
         until = min(until, request.deadline)
-        self._receive(request)
-        while not request.done:
-            now = time.monotonic()
-            wake = min(until, self._suspicion.due, min(r.look_at for r in self.requests.values()))
-            if self._poller.poll(max(0, int((wake - now) * 1000 + 0.999))):
-                self._receive(request)
+        while True:
+            now = wake = time.monotonic()
+            if now < until:
+                wake = min(until, self._suspicion.due, min(r.look_at for r in self.requests.values()))
+            self._receive(request, wake - now)
+            if request.done:
+                return
             now = time.monotonic()
             if now >= self._suspicion.due:
                 self._look_for_a_refusal(request.deadline - now)
@@ -224,6 +230,7 @@ class Connection:
 
     def _connect(self) -> None:
         self._socket = sockets.dealer(zmq.Context.instance(), self.endpoint, keys=self._keys)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * _TICK))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._suspicion.begin()
@@ -336,33 +343,38 @@ class Connection:
 
     # -- Receiving
 
-    def _receive(self, awaited: Request) -> None:
-        """Read what has arrived, up to the end of the request that is awaited."""
+    def _receive(self, awaited: Request, seconds: float = 0.0) -> None:
+        """Read what arrives, up to the end of the request that is awaited; wait this long for it."""
+        flags = sockets.NOBLOCK
+        if seconds >= _TICK:
+            flags = 0
+        elif seconds > 0:
+            self._poller.poll(int(seconds * 1000 + 0.999))
         while not awaited.done:
             try:
-                frames = [self._socket.recv(sockets.NOBLOCK, copy=False)]
+                first = self._socket.recv(flags)
             except zmq.Again:
                 return
-            while frames[-1].more:
-                frames.append(self._socket.recv(sockets.NOBLOCK, copy=False))
+            flags = sockets.NOBLOCK
             try:
-                self._handle(frames)
+                self._handle(first)
             except VersionMismatch as error:
                 for other in list(self.requests.values()):
                     self._end(other, error=RequestRefused(f"{self.endpoint}: {error}"))
             except DecodeError:
                 continue  # not from a zmqrl broker; the deadline speaks if nothing else comes
 
-    def _handle(self, frames: List[Any]) -> None:
-        first = frames[0].bytes
+    def _handle(self, first: bytes) -> None:
+        """Act on a message, of which the first frame has been read."""
         header = unpack(first)
+        buffers = self._buffers() if header.frames else []
         self._reached = True
         self._asked = None
         self._suspicion.end()
         request = self.requests.get(header.request_id)
-        if header.op == Op.REPLY:
+        if header.op == _REPLY:
             if request is not None:
-                self._reply(request, header, first[HEADER_SIZE:], frames[1:])
+                self._reply(request, header, first[HEADER_SIZE:], buffers)
             elif header.flags & FLAG_LANE:  # late: an earlier call gave this request up
                 self._lane.reader.dismiss(first[HEADER_SIZE:])
         elif header.op == Op.UNKNOWN:
@@ -380,6 +392,15 @@ class Connection:
         elif header.op == Op.KNOWN and request is not None:
             request.kind = PolicyTimeout
             request.state = str(decode_meta(first[HEADER_SIZE:]).get("state", ""))
+
+    def _buffers(self) -> List[Any]:
+        """The other frames of the message in hand; most messages have none, and are not asked."""
+        buffers: List[Any] = []
+        more = bool(self._socket.getsockopt(zmq.RCVMORE))
+        while more:
+            buffers.append(self._socket.recv(sockets.NOBLOCK, copy=False))
+            more = buffers[-1].more
+        return buffers
 
     def _reply(self, request: Request, header: Header, meta: bytes, buffers: List[Any]) -> None:
         self._patience = _REBUILD_AFTER

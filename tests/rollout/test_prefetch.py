@@ -69,6 +69,20 @@ def test_it_stops_when_batches_become_long():
     assert not any(decided[7:])
 
 
+def test_where_nothing_waits_it_asks_but_now_and_then_until_it_helps_again():
+    clock = Clock()
+    prefetch = Prefetch(None, clock)
+    decided = []
+    for number in range(600):
+        decided.append(prefetch.begin())
+        clock.now += 0.0001
+        prefetch.end()
+        is_waiting = number >= 300  # then the next batch is there already, if it was asked for
+        clock.now += 0.0 if is_waiting and decided[-1] else 0.0003
+    assert 5 < decided[100:300].count(True) < 20
+    assert decided[340:].count(True) > 240
+
+
 @pytest.mark.parametrize("fixed", [True, False])
 def test_a_fixed_choice_is_kept(fixed):
     assert set(decisions(0.06, 0.0002, fixed=fixed)) == {fixed}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ def merge(trees: Sequence[Any], memory: BatchMemory | None = None, padding: int 
         ValueError, KeyError, TypeError: The trees differ in structure, dtypes or constants after all.
     """
     first = trees[0]
+    if len(trees) == 1 and not padding:
+        return _own(first, memory)
     kind = type(first)
     for tree in trees:
         if type(tree) is not kind:
@@ -55,10 +57,25 @@ def merge(trees: Sequence[Any], memory: BatchMemory | None = None, padding: int 
     return first.copy() if isinstance(first, np.ndarray) else first
 
 
+def _own(tree: Any, memory: BatchMemory | None) -> Any:
+    """A single tree, with arrays that may be written to; `merge` without what it checks of several."""
+    if isinstance(tree, dict):
+        return {key: _own(child, memory) for key, child in tree.items()}
+    if isinstance(tree, list):
+        return [_own(child, memory) for child in tree]
+    if not isinstance(tree, np.ndarray):
+        return tree
+    if tree.ndim and tree.flags.writeable and not (memory and memory.pinned):
+        return tree
+    if memory is None or not tree.ndim:
+        return tree.copy()
+    batch = memory.take(tree.shape, tree.dtype)
+    batch[...] = tree
+    return batch
+
+
 def _join(arrays: Sequence[np.ndarray], memory: BatchMemory | None, padding: int) -> np.ndarray:
     first = arrays[0]
-    if len(arrays) == 1 and not padding and first.flags.writeable and not (memory and memory.pinned):
-        return first
     dtype = first.dtype
     for array in arrays:
         if array.dtype is not dtype and array.dtype != dtype:
@@ -88,8 +105,7 @@ def split(tree: Any, rows: Sequence[int]) -> list[Any]:
         tree: Arrays [sum of rows, ...].
         rows: Rows of each part.
     """
-    bounds = np.cumsum([0, *rows])
-    return [select(tree, slice(int(a), int(b))) for a, b in pairwise(bounds)]
+    return [select(tree, slice(a, b)) for a, b in pairwise(accumulate(rows, initial=0))]
 
 
 def select(tree: Any, rows: slice | np.ndarray) -> Any:

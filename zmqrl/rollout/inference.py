@@ -72,7 +72,7 @@ class Inference:
         eval_mask = np.zeros(count + padding, bool)
         if any(is_eval):
             eval_mask[:] = np.repeat(is_eval, [*rows[:-1], rows[-1] + padding])
-        valid_mask = np.arange(count + padding) < count
+        valid_mask = np.arange(count + padding) < count if self._versions.takes_valid_mask else None
         policy, version = self._versions.of(version)
         begin = time.perf_counter()
         if len(calls) == 1:
@@ -81,16 +81,17 @@ class Inference:
             outputs = []
             for end, size in zip(accumulate(calls), calls, strict=True):
                 part = slice(end - size, end)
-                one = self._call(policy, select(observation, part), eval_mask[part], valid_mask[part])
+                valid = None if valid_mask is None else valid_mask[part]
+                one = self._call(policy, select(observation, part), eval_mask[part], valid)
                 # Copied: a policy may write its next output into the same arrays.
                 outputs.append(select(one, np.arange(size)))
             output = merge(outputs)
         return Prediction(output, version, time.perf_counter() - begin)
 
     def _call(
-        self, policy: Policy, observation: Any, eval_mask: np.ndarray, valid_mask: np.ndarray
+        self, policy: Policy, observation: Any, eval_mask: np.ndarray, valid_mask: np.ndarray | None
     ) -> dict[str, Any]:
-        more = {"valid_mask": valid_mask} if self._versions.takes_valid_mask else {}
+        more = {} if valid_mask is None else {"valid_mask": valid_mask}
         return check_output(policy.infer(observation, eval_mask, **more), len(eval_mask), self._key)
 
 

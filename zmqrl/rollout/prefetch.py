@@ -13,6 +13,13 @@ _LOOK_EVERY = 32
 """Batches of which one does not ask ahead: the way is seen after no other, and it may have looked long
 because nobody had anything to ask."""
 
+_IN_VAIN = 8
+"""Batches in a row that were asked for ahead and came no sooner, after which it asks but now and then:
+where less waits than a batch holds, each such question is a message for nothing."""
+
+_TRY_EVERY = 16
+"""Batches of which one asks ahead then."""
+
 _SHARE = 0.1
 """What the latest batch counts in the mean duration of a batch."""
 
@@ -34,6 +41,7 @@ class Prefetch:
         self._round_trip = float("inf")
         """Seconds from a result to the next batch: the least that was seen without asking ahead."""
         self._count = 0  # of batches
+        self._in_vain = 0  # of them, the latest that were asked for ahead and came no sooner
         self._batch: float | None = None
         """Seconds that a batch takes, in the mean."""
 
@@ -41,8 +49,14 @@ class Prefetch:
         """A batch has come: whether to ask for the next one now."""
         self._began = self._clock()
         self._count += 1
-        if self._ended is not None and not self._asked:
-            self._round_trip = min(self._round_trip, self._began - self._ended)
+        if self._ended is not None:
+            gap = self._began - self._ended
+            if not self._asked:
+                self._round_trip = min(self._round_trip, gap)
+            elif gap < self._round_trip / 2:
+                self._in_vain = 0
+            else:
+                self._in_vain += 1
         self._asked = self._is_worth_it() if self._fixed is None else self._fixed
         return self._asked
 
@@ -54,5 +68,7 @@ class Prefetch:
 
     def _is_worth_it(self) -> bool:
         if self._batch is None or self._count % _LOOK_EVERY == 0:
+            return False
+        if self._in_vain >= _IN_VAIN and self._count % _TRY_EVERY != 1:
             return False
         return self._batch < _ROUND_TRIPS * self._round_trip

@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 
 from zmqrl.rollout.batching import split
-from zmqrl.transport.codec import LARGE, Encoded, encode
+from zmqrl.transport.codec import Encoded, encode
 
 _MOST_LAYOUTS = 256
 
@@ -80,9 +80,11 @@ class ReplyEncoder:
 def _learn(part: dict[str, np.ndarray], rows: int) -> _Layout | None:
     """The layout of `part`; None if arrays are large, empty, or sent with other bytes than they have."""
     for array in part.values():
-        if not 0 < array.nbytes < LARGE or array.dtype.str[0] == ">":
+        if array.nbytes == 0 or array.dtype.str[0] == ">":
             return None
-    whole = encode(part)
+    whole = encode(part, copy=False)
+    if whole.buffers:
+        return None
     pieces: list[tuple[str, int, bytes]] = []
     rest = b""
     for name in sorted(part):

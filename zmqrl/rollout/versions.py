@@ -112,7 +112,7 @@ class PolicyVersions:
         Raises:
             PolicyError: The version cannot be had, or does not fit.
         """
-        if version in (0, self._version_held_now()):
+        if version == 0 or version == self._version_held_now():
             return self._policy, self.version
         weights = None if self._download is None else self._download.of(version)
         if weights is None:

@@ -50,8 +50,13 @@ from zmqrl.transport.tree import rows_of
 
 log = logging.getLogger(__name__)
 
+# A member of an enum costs at every look, and to pack.
+_BATCH = int(Op.BATCH)
 _REPLY = int(Op.REPLY)
-"""A member of an enum costs at every look, and to pack."""
+_RESULT = int(Op.RESULT)
+
+_TICK_MS = 250
+"""Milliseconds after which an idle worker looks at what else is to do."""
 
 _READY_EVERY = 1.0
 """Seconds after which an idle worker repeats that it is idle; the broker may have been restarted."""
@@ -164,8 +169,9 @@ class RolloutWorker:
         try:
             warned = time.monotonic()
             while not stopping():
-                if self._socket.poll(250):
-                    self._handle(self._receive())
+                frames = self._receive()
+                if frames:
+                    self._handle(frames)
                     self._heard = time.monotonic()
                     self._suspicion.end()
                     continue
@@ -196,15 +202,21 @@ class RolloutWorker:
 
     def _connect(self) -> None:
         self._socket = sockets.dealer(self._context, self.endpoint, self._heartbeat_s, self._keys)
+        # Waiting in `recv` is one call, where a poll before it costs as much as a small batch.
+        self._socket.setsockopt(zmq.RCVTIMEO, _TICK_MS)
         self._heard = time.monotonic()
         self._suspicion.begin()
         self._hello()
 
     def _receive(self) -> list[Any]:
+        """The next message; empty if none comes for a while."""
         frames: list[Any] = []
         more = True
         while more:
-            frame = self._socket.recv(copy=False)
+            try:
+                frame = self._socket.recv(copy=False)
+            except zmq.Again:
+                return []
             more = frame.more
             small = len(frames) < 2 or len(frame) < LARGE
             frames.append(frame.bytes if small else frame)
@@ -214,7 +226,7 @@ class RolloutWorker:
         """Act on a message."""
         try:
             header = unpack(frames[0])
-            if header.op == Op.BATCH:
+            if header.op == _BATCH:
                 self._batch(frames)
             elif header.op == Op.WELCOME:
                 self._welcome(decode_meta(frames[0][HEADER_SIZE:]))
@@ -258,11 +270,9 @@ class RolloutWorker:
         if self._prefetch.begin():
             self._send([Header(Op.AHEAD, request_id=table.number).pack()])
         self._versions.refresh()
-        now = time.monotonic()
-        self._lane.look(now)
-        self._lane.slots.collect(now)
         replies: dict[int, list[Any]] = {}
         groups: dict[tuple[int, ...], list[_Shard]] = {}
+        is_single = len(table.entries) == 1
         for entry, message in split_batch(table, frames):
             header = unpack(message[0])
             try:
@@ -270,8 +280,9 @@ class RolloutWorker:
                 if header.flags & FLAG_LANE:
                     meta, views = self._lane.reader.views(meta)
                     buffers = [*views, *buffers]
-                # Views of what came: `merge` copies them into memory that is the policy's own.
-                observation = decode(meta, buffers, writable=False)
+                # Views of what came: `merge` copies them into memory that is the policy's own. It has
+                # nothing to do for a small observation that is alone.
+                observation = decode(meta, buffers, writable=is_single and not buffers)
                 if rows_of(observation) != header.rows:
                     raise DecodeError("the header and the arrays differ in their rows")
             except SharedMemoryLost as error:
@@ -291,8 +302,10 @@ class RolloutWorker:
             for entry, message in zip(table.entries, messages, strict=True)
         ]
         result = Table(table.epoch, table.number, entries, _microseconds(self._predict_s))
-        self._send(join_batch(result, Op.RESULT, messages))
+        self._send(join_batch(result, _RESULT, messages))
         self._prefetch.end()
+        self._lane.look(self._spoke)
+        self._lane.slots.collect(self._spoke)
 
     def _within_bounds(self, entries: Sequence[Entry], replies: list[list[Any]]) -> list[list[Any]]:
         """The replies of a batch, of which those that make its frame too large are errors."""
@@ -340,6 +353,8 @@ class RolloutWorker:
         predict_us = _microseconds(seconds)
         replies = {}
         shares = self._lane.is_open and any(s.header.flags & FLAG_READS_LANE for s in shards)
+        if shares:
+            self._lane.slots.collect(time.monotonic())
         encoded_parts = self._encoder.encode(output, rows, copy=not shares)
         for encoded in encoded_parts:  # all of them first: memory that was lent must be read by somebody
             self._check_size(encoded)

@@ -192,7 +192,7 @@ class Table(NamedTuple):
     origins: bytes = b""
     """The identities of the clients that asked, joined; empty in a result."""
 
-    def pack(self, op: Op) -> bytes:
+    def pack(self, op: int) -> bytes:
         """The first frame of a BATCH or RESULT message."""
         entries = [_ENTRY.pack(*entry) for entry in self.entries]
         return pack_table(op, self.epoch, self.number, entries, [self.origins], self.predict_us)
@@ -249,7 +249,7 @@ def unpack_table(first: bytes) -> Table:
     return _new(Table, (epoch, number, entries, predict_us, origins))
 
 
-def join_batch(table: Table, op: Op, messages: Sequence[Sequence[Any]]) -> List[Any]:
+def join_batch(table: Table, op: int, messages: Sequence[Sequence[Any]]) -> List[Any]:
     """The frames of a BATCH or RESULT message: table, joined first frames, large buffers."""
     return join_bodies(table.pack(op), messages)
 

@@ -24,6 +24,9 @@ MAX_MESSAGE_MB = 256
 HEARTBEAT_S = 5.0
 """Seconds of silence of a peer's I/O thread after which it counts as gone, likewise."""
 
+_send = super(zmq.Socket, zmq.Socket).send
+"""`Socket.send` without what it adds for other kinds of sockets."""
+
 _IPC_LIMIT = 107  # sun_path has 108 bytes, the last one NUL
 
 
@@ -136,7 +139,7 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[Any], copied: int = 1) -> b
     for index, frame in enumerate(frames):
         flags = NOBLOCK if index == last else NOBLOCK_SNDMORE
         try:
-            socket.send(frame, flags, copy=index < copied)
+            _send(socket, frame, flags, index < copied)
         except zmq.Again:
             if index == 0:
                 return False
