@@ -422,7 +422,7 @@ def test_a_factory_with_num_envs_gives_a_ready_vector_env(make):
 
 
 def test_a_ready_vector_env_of_another_size_is_refused(make):
-    with pytest.raises(ConfigError, match=r"expected a VectorEnv with num_envs=2"):
+    with pytest.raises(ConfigError, match=r"expected a VectorEnv or batched simulator with num_envs=2"):
         make(factory=ref("ready"), kwargs={"wrong": 1})
 
 

@@ -101,7 +101,11 @@ class EnvConfig(Section):
     id: str | None = Field(None, description="Gymnasium id, plain or module:EnvId")
     factory: str | None = Field(None, description="module:function or file.py:function")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the simulator")
-    vectorization: Literal["sync", "async"] = Field("sync", description="async: a process for each env")
+    vectorization: Literal["sync", "async", "vector_entry_point", "batched"] = Field(
+        "sync",
+        description="async: a process for each env; vector_entry_point: the vector env that the id is "
+        "registered with; batched: one simulator, made with num_envs",
+    )
     autoreset_mode: Literal["disabled", "next_step", "same_step"] = Field(
         "disabled", description="how an env begins its next episode"
     )
@@ -116,7 +120,7 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _film_in_this_process(self) -> EnvConfig:
-        if self.eval.save_video and self.vectorization == "async":
+        if self.eval.save_video and self.vectorization != "sync":
             raise ValueError("eval.save_video needs vectorization: sync")
         return self
 
@@ -124,6 +128,8 @@ class EnvConfig(Section):
     def _one_simulator(self) -> EnvConfig:
         if self.id is not None and self.factory is not None:
             raise ValueError("give either id or factory, not both")
+        if self.vectorization == "vector_entry_point" and self.factory is not None:
+            raise ValueError("vectorization: vector_entry_point needs id, not factory")
         return self
 
     def of_mode(self, mode: Mode) -> EnvModeConfig:

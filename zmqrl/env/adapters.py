@@ -29,12 +29,14 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from zmqrl.env import wrappers
+from zmqrl.env.batched import BatchedEnv
 from zmqrl.env.conversion import (
     Tree,
     actions_for,
     observation_tree,
     put_row,
 )
+from zmqrl.env.envpool import PoolEnv
 from zmqrl.env.film import Film
 from zmqrl.errors import ConfigError, EnvironmentFailure, ZmqrlError
 from zmqrl.transport.rows import one_per_row
@@ -61,6 +63,8 @@ class Step:
             not used, its reward is 0, and it is no transition.
         step_seconds: Seconds in the simulator's step (with its resets, where it resets by itself).
         reset_seconds: Seconds in resets of finished rows; 0 when there were none.
+        rows: int64 `[N]`: which rows of the shard the step is about. All of them, in order, unless the
+            simulator answers in parts (`ShardEnv.rows`).
     """
 
     observation: Tree
@@ -72,6 +76,7 @@ class Step:
     valid: Rows
     step_seconds: float
     reset_seconds: float
+    rows: npt.NDArray[np.int64]
 
 
 class ShardEnv:
@@ -89,8 +94,9 @@ class ShardEnv:
         name: What errors call the simulator.
         single_action_space: The action space of one row.
         autoreset_mode: How the vector env begins the next episode of a row.
-        seeds_every_episode: Whether each episode begins with its seed. A vector env that resets by
-            itself takes seeds in `reset` only.
+        seeds_every_episode: Whether the seeds decide where each episode begins. A vector env that
+            resets by itself takes them in `reset` only; the rows of an EnvPool go on from theirs.
+        answers_in_parts: Whether `reset` and `step` give the observations of some rows only.
         before_reset: Called before rows are reset here.
     """
 
@@ -123,10 +129,16 @@ class ShardEnv:
         self.autoreset_mode = AutoresetMode(
             vector_env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         )
-        self.seeds_every_episode = self.autoreset_mode is AutoresetMode.DISABLED
+        base = vector_env.unwrapped
+        self._pool = base if isinstance(base, PoolEnv) else None
+        self._at_once = self._pool.batch_size if self._pool else self.num_envs
+        self.answers_in_parts = self._at_once < self.num_envs
+        self.seeds_every_episode = (
+            self.autoreset_mode is AutoresetMode.DISABLED or self._pool is not None
+        )
         self.before_reset: Callable[[], None] = lambda: None
         self._vector_env = vector_env
-        self._base: Any = vector_env.unwrapped
+        self._base: Any = base
         self._seed_of = seed_of
         self._success_keys = (success_key,) if success_key else ("success", "is_success")
         self._reports_success = False
@@ -138,6 +150,11 @@ class ShardEnv:
         space = self.single_action_space
         if rescale_actions and not (isinstance(space, spaces.Box) and space.is_bounded()):
             raise ConfigError(f"env.rescale_actions needs a bounded Box, but {self.name} takes {space}")
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Which rows the last answer was about, and the next actions are for."""
+        return np.arange(self.num_envs) if self._pool is None else self._pool.rows
 
     @property
     def film(self) -> Film | None:
@@ -159,7 +176,7 @@ class ShardEnv:
         """Begin a new episode in every row.
 
         Returns:
-            The observations, a tree of `[N, ...]`.
+            The observations, a tree of `[N, ...]`; of `rows` only, if it answers in parts.
 
         Raises:
             EnvironmentFailure: The simulator failed.
@@ -168,7 +185,7 @@ class ShardEnv:
         return self._reset(np.ones(self.num_envs, np.bool_), options=None)
 
     def step(self, actions: Any) -> Step:
-        """Step every row, and begin the next episode of those that have finished.
+        """Step the rows that the last answer was about, and begin the next episode of the finished ones.
 
         Args:
             actions: Array `[N, *action shape]`, clipped to a Box and cast to the dtype of the action
@@ -179,16 +196,17 @@ class ShardEnv:
         """
         try:
             actions = actions_for(
-                self.single_action_space, self.num_envs, actions, rescale=self._rescale
+                self.single_action_space, self._at_once, actions, rescale=self._rescale
             )
         except ValueError as error:
             raise EnvironmentFailure(f"{self.name} cannot take the actions: {error}") from error
-        valid = ~self._resets_next
         self._draw_seeds(self._resets_next)
         with self._guard("step"):
             start = time.perf_counter()
             observation, reward, terminated, truncated, infos = self._vector_env.step(actions)
             seconds = time.perf_counter() - start
+            rows = self.rows
+            valid = ~self._resets_next[rows]
             step = Step(
                 observation=self._tree(observation),
                 reward=np.where(valid, self._per_row("rewards", reward, np.float64), 0.0),
@@ -199,12 +217,13 @@ class ShardEnv:
                 valid=valid,
                 step_seconds=seconds,
                 reset_seconds=0.0,
+                rows=rows,
             )
             if step.success is not None:
                 step.success &= valid
         done = step.terminated | step.truncated
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            self._resets_next = done
+            self._resets_next[rows] = done
         if done.any():
             self._end_episodes(step, done, infos)
         return step
@@ -252,7 +271,7 @@ class ShardEnv:
     def _draw_seeds(self, rows: Rows) -> Any:
         seeds = [self._seed_of(row) if rows[row] else None for row in range(self.num_envs)]
         given = [seed for seed in seeds if seed is not None]
-        if given and isinstance(self._base, (SyncVectorEnv, AsyncVectorEnv)):
+        if given and isinstance(self._base, (SyncVectorEnv, AsyncVectorEnv, BatchedEnv)):
             return seeds
         return given[0] if given else None
 
@@ -276,14 +295,14 @@ class ShardEnv:
             reported = self._per_row(f"info {key!r}", infos[key], np.bool_)
             return reported & np.asarray(infos.get(f"_{key}", True), np.bool_)
         # A simulator may name success only where there is one: from then on, silence is failure.
-        return np.zeros(self.num_envs, np.bool_) if self._reports_success else None
+        return np.zeros(self._at_once, np.bool_) if self._reports_success else None
 
     def _per_row(self, what: str, values: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        rows: npt.NDArray[Any] = one_per_row(what, values, self.num_envs, dtype)
+        rows: npt.NDArray[Any] = one_per_row(what, values, self._at_once, dtype)
         return rows
 
     def _tree(self, observation: Any) -> Tree:
-        return observation_tree(observation, self.num_envs, copy=self._copy)
+        return observation_tree(observation, self._at_once, copy=self._copy)
 
     @contextmanager
     def _guard(self, what: str) -> Iterator[None]:

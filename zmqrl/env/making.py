@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from zmqrl.config import EnvConfig, EnvModeConfig, Mode
-from zmqrl.env import wrappers
+from zmqrl.env import shapes, wrappers
 from zmqrl.env.adapters import AnyVectorEnv, SeedOf, ShardEnv, errors_named
 from zmqrl.env.conversion import has_text
 from zmqrl.env.film import Film
@@ -89,8 +88,15 @@ def _with_film(
 def _registered(env_id: str, config: EnvConfig, mode: Mode, num_envs: int) -> AnyVectorEnv:
     limits = config.of_mode(mode)
     kwargs = dict(config.kwargs)
+    if config.vectorization == "batched":
+        _refuse_without_single_envs(env_id, config, mode, "ignore_terminations", "max_episode_steps")
+        make = functools.partial(gymnasium.make, env_id, disable_env_checker=True)
+        return shapes.all_rows(env_id, make, kwargs, num_envs, config.autoreset_mode == "same_step")
     if limits.max_episode_steps is not None:
         kwargs["max_episode_steps"] = limits.max_episode_steps
+    if config.vectorization == "vector_entry_point":
+        _refuse_without_single_envs(env_id, config, mode, "ignore_terminations")
+        return gymnasium.make_vec(env_id, num_envs, config.vectorization, **kwargs)
 
     def build(vector_kwargs: dict[str, Any]) -> AnyVectorEnv:
         return gymnasium.make_vec(
@@ -108,32 +114,31 @@ def _registered(env_id: str, config: EnvConfig, mode: Mode, num_envs: int) -> An
 def _from_factory(reference: str, config: EnvConfig, mode: Mode, num_envs: int) -> AnyVectorEnv:
     factory = import_object(reference)
     limits = config.of_mode(mode)
-    if "num_envs" in inspect.signature(factory).parameters:
-        for key in ("ignore_terminations", "max_episode_steps"):
-            if getattr(limits, key):
-                raise ConfigError(
-                    f"env.{mode}.{key} needs single envs, but {reference} makes a ready VectorEnv; "
-                    "do it in the factory"
-                )
-        ready = factory(num_envs=num_envs, **config.kwargs)
-        if not isinstance(ready, VectorEnv) or ready.num_envs != num_envs:
+    if config.vectorization == "batched" or shapes.makes_all_rows(factory):
+        _refuse_without_single_envs(reference, config, mode, "ignore_terminations", "max_episode_steps")
+        if shapes.is_ready(factory) and config.pipeline_stages > 1:
             raise ConfigError(
-                f"{reference} returned {ready}, expected a VectorEnv with num_envs={num_envs}"
+                f"{reference} is one simulator, which env.pipeline_stages={config.pipeline_stages} cannot "
+                "share; give a function with an argument num_envs that makes it"
             )
-        return ready
-
+        resets_itself = config.autoreset_mode == "same_step"
+        return shapes.all_rows(reference, factory, config.kwargs, num_envs, resets_itself)
     one = functools.partial(_one_env, reference, config, limits)
     vectorizer = SyncVectorEnv if config.vectorization == "sync" else AsyncVectorEnv
     return _vectorise(lambda kwargs: vectorizer([one] * num_envs, **kwargs), config)
 
 
+def _refuse_without_single_envs(name: str, config: EnvConfig, mode: Mode, *keys: str) -> None:
+    for key in keys:
+        if getattr(config.of_mode(mode), key):
+            raise ConfigError(
+                f"env.{mode}.{key} needs single envs, but {name} makes all rows at once; "
+                "do it in the factory, or by env.kwargs"
+            )
+
+
 def _one_env(reference: str, config: EnvConfig, limits: EnvModeConfig) -> wrappers.Env:
-    env: wrappers.Env = import_object(reference)(**config.kwargs)
-    if not isinstance(env, gymnasium.Env):
-        raise ConfigError(
-            f"{reference} returned a {type(env).__name__}, expected a gymnasium.Env "
-            "(a factory of a VectorEnv takes num_envs)"
-        )
+    env: wrappers.Env = shapes.one_row(reference, import_object(reference)(**config.kwargs))
     if limits.max_episode_steps is not None:
         env = gymnasium.wrappers.TimeLimit(env, limits.max_episode_steps)
     for wrap in _row_wrappers(config, limits):

@@ -55,26 +55,28 @@ class Stage:
         Returns:
             The episodes that it ended.
         """
-        self._return += np.where(step.valid & np.isfinite(step.reward), step.reward, 0.0)
-        self._length += step.valid
+        rows = step.rows
+        self._return[rows] += np.where(step.valid & np.isfinite(step.reward), step.reward, 0.0)
+        self._length[rows] += step.valid
         if step.success is not None:
-            self._success_once |= step.success & step.valid
+            self._success_once[rows] |= step.success & step.valid
         ended = []
-        for row in np.flatnonzero((step.terminated | step.truncated) & step.valid):
+        for place in np.flatnonzero((step.terminated | step.truncated) & step.valid):
+            row = int(rows[place])
             if self._quota is None or self._played[row] < self._quota:
-                ended.append(self._episode(int(row), step))
+                success = None if step.success is None else bool(step.success[place])
+                ended.append(self._episode(row, success))
             self._played[row] += 1
             self._return[row] = self._length[row] = 0
             self._success_once[row] = False
         return ended
 
-    def _episode(self, row: int, step: Step) -> Episode:
-        known = step.success is not None
+    def _episode(self, row: int, success: bool | None) -> Episode:
         return Episode(
             env=self.first_env + row,
             number=int(self._played[row]),
             total_return=float(self._return[row]),
             length=int(self._length[row]),
-            success_once=bool(self._success_once[row]) if known else None,
-            success_at_end=bool(step.success[row]) if step.success is not None else None,
+            success_once=None if success is None else bool(self._success_once[row]),
+            success_at_end=success,
         )

@@ -18,7 +18,7 @@ from zmqrl.env.making import make_shard
 from zmqrl.env.orders import Order, Orders
 from zmqrl.env.rewards import RewardRequests
 from zmqrl.env.stage import Stage
-from zmqrl.errors import EnvironmentFailure, TrainingEnded
+from zmqrl.errors import ConfigError, EnvironmentFailure, TrainingEnded
 from zmqrl.process import StopSignal
 from zmqrl.recording import Recording
 from zmqrl.telemetry.report import Report, Reporter
@@ -300,8 +300,8 @@ class EnvWorker:
 
     def _check_rewards(self, stage: Stage, step: Step) -> None:
         if not np.isfinite(step.reward).all():
-            row = int(np.flatnonzero(~np.isfinite(step.reward))[0])
-            self._note_problem(stage, f"reward is {step.reward[row]} in row {row}")
+            place = int(np.flatnonzero(~np.isfinite(step.reward))[0])
+            self._note_problem(stage, f"reward is {step.reward[place]} in row {int(step.rows[place])}")
 
     def _note_problem(self, stage: Stage, problem: str) -> None:
         self.report.totals.not_finite += 1
@@ -379,12 +379,18 @@ class EnvWorker:
         return stages
 
     def _make_recording(self, config: Config, endpoint: str) -> Recording:
+        shard = self._stages[0].shard
+        if shard.answers_in_parts:
+            raise ConfigError(
+                f"{shard.name} answers with the rows that are ready, and trajectories need all: "
+                "to train, let its batch_size be its num_envs"
+            )
         return Recording(
             endpoint,
             self.name,
             self.report.incarnation,
             steps=config.env.train.max_steps_per_rollout_epoch,
-            action_space=self._stages[0].shard.policy_action_space,
+            action_space=shard.policy_action_space,
             copy=False,  # a shard makes new arrays at each step
             late=self._links.trajectory_seconds if config.cluster.net_emulation.enabled else None,
             keys=config.security.keys_of("client"),
