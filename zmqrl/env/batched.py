@@ -105,8 +105,8 @@ class BatchedEnv(VectorEnv[Any, Any, Any]):
         if len(answer) == 4:
             if self._mode is AutoresetMode.DISABLED:
                 raise ConfigError(
-                    f"{self._name} returns (observation, reward, done, extras), as simulators that reset "
-                    "by themselves do: set env.autoreset_mode to same_step"
+                    f"{self._name} returns (observation, reward, done, extras), as simulators do that "
+                    "reset by themselves: set env.autoreset_mode to same_step"
                 )
             observation, reward, over, infos = answer
             done = self._flags("dones", over)

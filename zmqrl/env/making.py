@@ -118,8 +118,8 @@ def _from_factory(reference: str, config: EnvConfig, mode: Mode, num_envs: int) 
         _refuse_without_single_envs(reference, config, mode, "ignore_terminations", "max_episode_steps")
         if shapes.is_ready(factory) and config.pipeline_stages > 1:
             raise ConfigError(
-                f"{reference} is one simulator, which env.pipeline_stages={config.pipeline_stages} cannot "
-                "share; give a function with an argument num_envs that makes it"
+                f"{reference} is one simulator, which the {config.pipeline_stages} env.pipeline_stages "
+                "cannot share; give a function with an argument num_envs that makes it"
             )
         resets_itself = config.autoreset_mode == "same_step"
         return shapes.all_rows(reference, factory, config.kwargs, num_envs, resets_itself)
