@@ -181,8 +181,11 @@ class ShardEnv:
         Raises:
             EnvironmentFailure: The simulator failed.
         """
-        self._resets_next[:] = False
-        return self._reset(np.ones(self.num_envs, np.bool_), options=None)
+        observation = self._reset(np.ones(self.num_envs, np.bool_), options=None)
+        # Where others are ready first, a row's first answer comes from its reset.
+        self._resets_next[:] = True
+        self._resets_next[self.rows] = False
+        return observation
 
     def step(self, actions: Any) -> Step:
         """Step the rows that the last answer was about, and begin the next episode of the finished ones.
@@ -200,7 +203,8 @@ class ShardEnv:
             )
         except ValueError as error:
             raise EnvironmentFailure(f"{self.name} cannot take the actions: {error}") from error
-        self._draw_seeds(self._resets_next)
+        if self._pool is None:
+            self._draw_seeds(self._resets_next)
         with self._guard("step"):
             start = time.perf_counter()
             observation, reward, terminated, truncated, infos = self._vector_env.step(actions)

@@ -374,23 +374,22 @@ class EnvWorker:
                 self._seeds.append(seed_of)
             filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
             shard = make_shard(config.env, mode, rows, seed_of, filmed)
+            if shard.answers_in_parts and mode == "train" and config.learns:
+                raise ConfigError(
+                    f"{shard.name} answers with the rows that are ready, and trajectories need all: "
+                    "to train, let its batch_size be its num_envs"
+                )
             stages.append(Stage(shard, index, first, quota))
             first += rows
         return stages
 
     def _make_recording(self, config: Config, endpoint: str) -> Recording:
-        shard = self._stages[0].shard
-        if shard.answers_in_parts:
-            raise ConfigError(
-                f"{shard.name} answers with the rows that are ready, and trajectories need all: "
-                "to train, let its batch_size be its num_envs"
-            )
         return Recording(
             endpoint,
             self.name,
             self.report.incarnation,
             steps=config.env.train.max_steps_per_rollout_epoch,
-            action_space=shard.policy_action_space,
+            action_space=self._stages[0].shard.policy_action_space,
             copy=False,  # a shard makes new arrays at each step
             late=self._links.trajectory_seconds if config.cluster.net_emulation.enabled else None,
             keys=config.security.keys_of("client"),
