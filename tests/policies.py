@@ -235,7 +235,11 @@ def biased_module(width: int = 3) -> Any:
 
 
 class Noop:
-    """The first of the discrete actions in every row, whatever it sees."""
+    """The first discrete action in every row, or `size` zeros, whatever it sees."""
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
 
     def infer(self, observation: Any, eval_mask: np.ndarray) -> np.ndarray:
-        return np.zeros(len(eval_mask), np.int64)
+        rows = len(eval_mask)
+        return np.zeros((rows, self.size), np.float32) if self.size else np.zeros(rows, np.int64)

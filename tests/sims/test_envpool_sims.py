@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_parts_and_whole_answers_are_the_same_transitions() -> None:
 
 def test_the_step_that_resets_a_row_is_no_transition() -> None:
     for rows in play(shard_of(), 60).values():
-        for before, after in zip(rows, rows[1:], strict=False):
+        for before, after in itertools.pairwise(rows):
             if before[-1]:
                 assert abs(after[0]) < 0.05  # where CartPole begins
             else:
