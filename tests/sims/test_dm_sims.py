@@ -71,7 +71,7 @@ def own(tmp_path: Any) -> Any:
 
 def last_step(shard: Any) -> Any:
     shard.reset()
-    actions = ({"move": np.zeros(2, np.float32), "grip": 0},) * 2
+    actions = {"move": np.zeros((2, 2), np.float32), "grip": np.zeros(2, np.int64)}
     steps = [shard.step(actions) for _ in range(3)]
     assert not any(step.terminated.any() or step.truncated.any() for step in steps[:2])
     assert all(step.reward.tolist() == [1, 1] for step in steps)
