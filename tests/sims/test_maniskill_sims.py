@@ -32,3 +32,21 @@ def test_pick_cube_plays_its_episodes(pool: Pool) -> None:
     assert worker.run()
     assert [episode.length for episode in worker.reporter.episodes] == [50, 50]
     assert all(episode.success_once is False for episode in worker.reporter.episodes)
+
+
+def test_a_task_of_ones_own_starts_where_the_seeds_say(pool: Pool) -> None:
+    pool.start(policy="Noop", size=2)
+    returns = []
+    for _ in range(2):
+        worker = env_worker(
+            pool,
+            "env.id=maniskill_drop:Drop-v1",
+            "env.vectorization=batched",
+            "env.kwargs={obs_mode: state, render_backend: none, sim_backend: physx_cpu}",
+            "env.eval={total_num_envs: 1, rollout_epoch: 3, use_fixed_reset_state_ids: true, seed: 4}",
+        )
+        assert worker.run()
+        assert [episode.length for episode in worker.reporter.episodes] == [6, 6, 6]
+        assert all(episode.success_at_end is False for episode in worker.reporter.episodes)
+        returns.append([episode.total_return for episode in worker.reporter.episodes])
+    assert returns[0] == returns[1]
