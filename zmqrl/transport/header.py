@@ -68,6 +68,10 @@ FLAG_LANE = 2
 FLAG_READS_LANE = 4
 """The sender can read such messages; of an INFER: so its reply may be one."""
 
+FLAG_MEMORY = 8
+"""INFER: beside the observation stands what a policy with memory needs to know of the rows. REPLY:
+beside the output stands the state of the rows, for the next request."""
+
 _MARK = MAGIC + bytes([VERSION])
 """What every message of this version begins with."""
 
