@@ -368,9 +368,7 @@ class RolloutWorker:
             entry, header = shards[0].entry, shards[0].header
             return {entry.slot: self._error(entry, header, "policy", f"{text}\n\n{self.name}: {trace}")}
 
-    def _answer_those_with_states(
-        self, shards: Sequence[_Shard], lost: np.ndarray
-    ) -> dict[int, list[Any]]:
+    def _answer_the_rest(self, shards: Sequence[_Shard], lost: np.ndarray) -> dict[int, list[Any]]:
         """The replies, of which those to shards with lost states are errors."""
         replies: dict[int, list[Any]] = {}
         rest = []

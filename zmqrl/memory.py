@@ -1,0 +1,207 @@
+"""What a client remembers of its envs, for policies that keep a state of each.
+
+Every request about an env has a number, one more than the one before it. A request that was not
+answered, and is asked again, keeps its number: a worker that ran it after all does not run it twice.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+
+from zmqrl.connection import Request
+from zmqrl.errors import StateLost
+from zmqrl.transport.rows import layout, one_per_row
+from zmqrl.transport.tree import rows_of
+
+_MOST_IDS = 1 << 20
+
+
+class Ask(NamedTuple):
+    """A request about to be sent."""
+
+    tree: Dict[str, Any]
+    """The observation, and beside it what a worker needs to know of the rows."""
+    envs: Envs
+    ids: np.ndarray
+    steps: np.ndarray
+    reset: np.ndarray
+    lost: bool
+    """Whether the last request was told that states are lost."""
+
+    def sent(self, request: Request) -> None:
+        """Note that it was sent."""
+        self.envs.note(request, self)
+
+
+class Memory:
+    """Of one client: a number that no other client has, and its envs."""
+
+    def __init__(self) -> None:
+        self._number = int.from_bytes(os.urandom(8), "little") >> 1
+        self._envs: Dict[Tuple[str, int], Envs] = {}
+
+    def ask(self, observation: Any, reset: Any, ids: Any, stage: int, policy: str) -> Ask:
+        """Put beside an observation what a policy with memory needs to know.
+
+        Args:
+            observation: A tree; every array [N, ...].
+            reset: bool, or [N]: True in rows whose observation begins an episode.
+            ids: int [N], all different: which env each row is; None for 0 … N - 1.
+            stage: The pipeline stage; each has envs of its own.
+            policy: The name of the policy; it keeps states of its own.
+
+        Raises:
+            EncodeError: Rows differ.
+            ValueError: Rows have no such ids, are asked about already, or have to begin an episode.
+        """
+        rows = rows_of(observation)
+        mask = np.full(rows, bool(reset)) if np.ndim(reset) == 0 else reset
+        numbers = np.arange(rows) if ids is None else _checked_ids(ids, rows)
+        envs = self._envs.setdefault((policy, stage), Envs())
+        return envs.ask(
+            observation, one_per_row("reset", mask, rows, bool), numbers, self._number, stage
+        )
+
+
+class Envs:
+    """The envs of one pipeline stage, and one policy."""
+
+    def __init__(self) -> None:
+        self._steps = np.full(0, -1, np.int64)
+        """The number of the last request about each env."""
+        self._begun = np.zeros(0, bool)
+        """Whether it has an episode that may go on."""
+        self._answered = np.zeros(0, bool)
+        """Whether that request was answered."""
+        self._reset = np.zeros(0, bool)
+        """Whether it began an episode."""
+        self._open: List[Tuple[Request, np.ndarray]] = []
+        self._states: Any = None
+        """Of each env, if the replies bring states: a tree of arrays."""
+
+    def ask(self, observation: Any, reset: np.ndarray, ids: np.ndarray, number: int, stage: int) -> Ask:
+        """See `Memory.ask`; `number` is the client's."""
+        lost = self._settle()
+        self._grow(int(ids.max(initial=-1)) + 1)
+        for _, others in self._open:
+            both = np.intersect1d(ids, others)
+            if len(both):
+                raise ValueError(
+                    f"env {both[0]} of stage {stage} is asked about already: take the result first, or "
+                    "give ids"
+                )
+        wrong = np.flatnonzero(~(reset | self._begun[ids]))
+        if len(wrong):
+            raise ValueError(
+                f"row {wrong[0]} (env {ids[wrong[0]]}) has no episode that goes on: its first request, "
+                "and one after StateLost, needs reset=True"
+            )
+        again = ~(reset | self._answered[ids])
+        steps = self._steps[ids] + ~again
+        reset = reset | (again & self._reset[ids])
+        memory = {
+            "key": np.stack([np.full(len(ids), number), (stage << 32) | ids], axis=1),
+            "reset": reset,
+            "step": steps,
+        }
+        if self._states is not None:
+            memory["state"] = _taken(self._states, ids, len(self._steps))
+        return Ask({"observation": observation, "memory": memory}, self, ids, steps, reset, lost)
+
+    def note(self, request: Request, ask: Ask) -> None:
+        """Note that a request was sent."""
+        self._steps[ask.ids] = ask.steps
+        self._reset[ask.ids] = ask.reset
+        self._answered[ask.ids] = False
+        self._begun[ask.ids] = True
+        self._open.append((request, ask.ids))
+
+    def _settle(self) -> bool:
+        """Note how requests have ended; returns whether states were lost."""
+        lost = False
+        still_open = []
+        for request, ids in self._open:
+            if not request.done:
+                still_open.append((request, ids))
+            elif request.error is None:
+                self._answered[ids] = True
+                if request.carried is not None:
+                    self._carry(ids, request.carried)
+            elif isinstance(request.error, StateLost):
+                lost = True
+                self._begun[ids[request.error.rows or slice(None)]] = False
+        self._open = still_open
+        return lost
+
+    def _carry(self, ids: np.ndarray, states: Any) -> None:
+        """Keep states that came with a reply."""
+        count = len(self._steps)
+        if len(ids) == count and (ids == np.arange(count)).all():
+            self._states = states
+            return
+        if self._states is None or _form(self._states, count) != _form(states, len(ids)):
+            self._states = _grown(states, count, empty=True)
+        _put(self._states, ids, states)
+
+    def _grow(self, count: int) -> None:
+        more = count - len(self._steps)
+        if more > 0:
+            self._steps = np.append(self._steps, np.full(more, -1, np.int64))
+            self._begun = np.append(self._begun, np.zeros(more, bool))
+            self._answered = np.append(self._answered, np.zeros(more, bool))
+            self._reset = np.append(self._reset, np.zeros(more, bool))
+            if self._states is not None:
+                self._states = _grown(self._states, count)
+
+
+def _checked_ids(ids: Any, rows: int) -> np.ndarray:
+    array = np.asarray(ids)
+    if array.shape != (rows,) or array.dtype.kind not in "iu":
+        raise ValueError(f"expected ids of shape ({rows},), int, got {array.dtype}{list(array.shape)}")
+    array = array.astype(np.int64)
+    if len(np.unique(array)) < rows or array.min(initial=0) < 0 or array.max(initial=0) >= _MOST_IDS:
+        raise ValueError(f"ids must be different numbers in 0 … {_MOST_IDS - 1}")
+    return array
+
+
+# -- States: dicts and lists of arrays
+
+
+def _taken(tree: Any, rows: np.ndarray, count: int) -> Any:
+    """Some rows of a tree of `count` rows; the tree itself if they are all of them."""
+    if len(rows) == count and (rows == np.arange(count)).all():
+        return tree
+    if isinstance(tree, dict):
+        return {key: _taken(child, rows, count) for key, child in tree.items()}
+    if isinstance(tree, list):
+        return [_taken(child, rows, count) for child in tree]
+    return tree[rows]
+
+
+def _put(tree: Any, rows: np.ndarray, values: Any) -> None:
+    if isinstance(tree, (dict, list)):
+        for key in tree if isinstance(tree, dict) else range(len(tree)):
+            _put(tree[key], rows, values[key])
+    else:
+        tree[rows] = values
+
+
+def _grown(tree: Any, count: int, empty: bool = False) -> Any:
+    if isinstance(tree, dict):
+        return {key: _grown(child, count, empty) for key, child in tree.items()}
+    if isinstance(tree, list):
+        return [_grown(child, count, empty) for child in tree]
+    array = np.zeros((count, *tree.shape[1:]), tree.dtype)
+    if not empty:
+        array[: len(tree)] = tree
+    return array
+
+
+def _form(tree: Any, rows: int) -> Optional[Any]:
+    try:
+        return layout(tree, (rows,), "state")
+    except ValueError:
+        return None
