@@ -11,14 +11,14 @@ import numpy as np
 
 from zmqrl.client import PolicyClient
 from zmqrl.config import Config, Mode
-from zmqrl.env.adapters import SeedOf, Step
+from zmqrl.env.adapters import Rows, SeedOf, Step
 from zmqrl.env.delays import DelaySampler
 from zmqrl.env.links import LinkEmulation
 from zmqrl.env.making import make_shard
 from zmqrl.env.orders import Order, Orders
 from zmqrl.env.rewards import RewardRequests
 from zmqrl.env.stage import Stage
-from zmqrl.errors import EnvironmentFailure, TrainingEnded
+from zmqrl.errors import EnvironmentFailure, StateLost, TrainingEnded
 from zmqrl.process import StopSignal
 from zmqrl.recording import Recording
 from zmqrl.telemetry.report import Report, Reporter
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 0.25
 """Seconds after which a wait looks whether it should go on."""
+
+_MOST_LOST = 100
+"""Times that states may be lost with no episode in between that came to its end."""
 
 _MOST_DROPPED = 5
 """Trajectories in a row that may be dropped before the simulator counts as broken."""
@@ -80,6 +83,7 @@ class EnvWorker:
             stage.shard.before_reset = self._say_that_it_resets
         logger = config.runner.logger
         self._videos = Path(logger.log_path) / logger.experiment_name / "videos"
+        self._lost_in_a_row = 0  # states, with no episode in between that came to its end
         self._version = 0  # that requests are pinned to; 0 for the newest
         self._orders: Orders | None = None
         self._recording: Recording | None = None
@@ -150,7 +154,7 @@ class EnvWorker:
             observation = stage.shard.reset()
             self.report.totals.resets += 1
             self.report.totals.reset_s += time.perf_counter() - begin
-            self._observe(stage, observation)
+            self._observe(stage, observation, np.ones(stage.shard.num_envs, bool))
         self._tell(now=True)
         while active and not self._stop():
             for stage in list(active):
@@ -179,9 +183,9 @@ class EnvWorker:
 
     # -- One step
 
-    def _observe(self, stage: Stage, observation: Any) -> None:
+    def _observe(self, stage: Stage, observation: Any, reset: Rows) -> None:
         """Take in what the simulators show, and ask for actions, if that is allowed now."""
-        stage.observation = observation
+        stage.observation, stage.reset = observation, reset
         problem = not_finite(observation, "observation")
         if problem:
             self._note_problem(stage, problem)
@@ -206,7 +210,11 @@ class EnvWorker:
         stage.sent = time.monotonic()
         # The shard owns the observation's memory and makes a new one at each step: no copy is needed.
         stage.pending = self._client.submit(
-            _finite(stage.observation), copy=False, stage=stage.index, version=self._version
+            _finite(stage.observation),
+            copy=False,
+            stage=stage.index,
+            version=self._version,
+            reset=stage.reset,
         )
 
     def _wait_to_begin(self, stage: Stage) -> None:
@@ -233,7 +241,11 @@ class EnvWorker:
             self._tell()
             if self._stop():
                 return
-        reply = pending.result()
+        try:
+            reply = pending.result()
+        except StateLost as lost:
+            self._begin_again(stage, lost)
+            return
         self._count_request(stage)
         self._stop.sleep(self._links.seconds(*pending.sizes))
         self._delay()
@@ -246,8 +258,32 @@ class EnvWorker:
         stage.pending = None
         for episode in stage.account(step):
             self.reporter.add(episode)
+            self._lost_in_a_row = 0
         if not stage.finished():
-            self._observe(stage, step.observation)
+            self._observe(stage, step.observation, step.reset)
+        self._tell()
+
+    def _begin_again(self, stage: Stage, lost: StateLost) -> None:
+        """The states of a policy with memory are lost: its episodes begin again.
+
+        Raises:
+            StateLost: That happens again and again, before any episode has come to its end.
+        """
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row > _MOST_LOST:
+            raise lost
+        log.warning("%s: its episodes begin again: %s", stage.shard.name, lost)
+        self.report.totals.state_lost += stage.begin_again()
+        if self._recording is not None:
+            self._recording.abandon(stage.index)
+        if self._seeds:
+            self._seeds[stage.index].repeat()
+        begin = time.perf_counter()
+        observation = stage.shard.reset()
+        self.report.totals.resets += 1
+        self.report.totals.reset_s += time.perf_counter() - begin
+        stage.pending = None
+        self._observe(stage, observation, np.ones(stage.shard.num_envs, bool))
         self._tell()
 
     def _record(self, stage: Stage, actions: Any, step: Step) -> None:
@@ -408,6 +444,11 @@ class _Seeds:
     def restart(self) -> None:
         """Begin with the first episodes again."""
         self._begun.clear()
+
+    def repeat(self) -> None:
+        """Begin with the episodes under way again."""
+        for row, number in self._begun.items():
+            self._begun[row] = number - 1
 
 
 def _no_seed(row: int) -> None:
