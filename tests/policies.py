@@ -273,3 +273,48 @@ class Counting:
             raise RuntimeError("this row is marked")
         output = {"actions": actions, "counts": count.copy(), "eval": eval_mask, "valid": valid_mask}
         return output, state
+
+
+class Remembers:
+    """Has a memory: knows how often each env was stepped, which `sims.Counter` shows as well.
+
+    It raises where the two differ: then states, or the news of resets, went astray. A call takes
+    `seconds`.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def initial_state(self, rows: int) -> np.ndarray:
+        return np.zeros(rows, np.int64)
+
+    def infer(self, observation: np.ndarray, eval_mask: np.ndarray, state: np.ndarray) -> Any:
+        time.sleep(self.seconds)
+        if (observation[:, 0] != state).any():
+            raise RuntimeError(f"the envs were stepped {observation[:, 0]} times, I know of {state}")
+        return np.zeros(len(state), np.int64), state + 1
+
+
+def planning_network(chunk: int = 3) -> Any:
+    """Has a memory: a queue of `chunk` actions, which a network plans whenever it is empty."""
+    import torch
+
+    class Planner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(5, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2 * chunk)
+            )
+
+        def initial_state(self, rows: int) -> Any:
+            return torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, chunk, 2)
+
+        def forward(self, observation: dict[str, Any], state: Any) -> Any:
+            place, queue = state
+            plan = self.net(observation["x"]).unflatten(1, (chunk, 2))
+            queue = torch.where((place == 0)[:, None, None], plan, queue)
+            action = queue[torch.arange(len(place)), place]
+            return {"actions": action}, ((place + 1) % chunk, queue)
+
+    return Planner()

@@ -81,6 +81,8 @@ class Envs:
         self._open: List[Tuple[Request, np.ndarray]] = []
         self._states: Any = None
         """Of each env, if the replies bring states: a tree of arrays."""
+        self._is_shared = False
+        """Whether a request may have these very arrays."""
 
     def ask(self, observation: Any, reset: np.ndarray, ids: np.ndarray, number: int, stage: int) -> Ask:
         """See `Memory.ask`; `number` is the client's."""
@@ -108,7 +110,9 @@ class Envs:
             "step": steps,
         }
         if self._states is not None:
-            memory["state"] = _taken(self._states, ids, len(self._steps))
+            every = _are_all(ids, len(self._steps))
+            self._is_shared |= every
+            memory["state"] = self._states if every else _taken(self._states, ids)
         return Ask({"observation": observation, "memory": memory}, self, ids, steps, reset, lost)
 
     def note(self, request: Request, ask: Ask) -> None:
@@ -128,8 +132,7 @@ class Envs:
                 still_open.append((request, ids))
             elif request.error is None:
                 self._answered[ids] = True
-                if request.carried is not None:
-                    self._carry(ids, request.carried)
+                self._carry(ids, request.carried)
             elif isinstance(request.error, StateLost):
                 lost = True
                 self._begun[ids[request.error.rows or slice(None)]] = False
@@ -137,13 +140,18 @@ class Envs:
         return lost
 
     def _carry(self, ids: np.ndarray, states: Any) -> None:
-        """Keep states that came with a reply."""
+        """Keep states that came with a reply, or none if none came."""
         count = len(self._steps)
-        if len(ids) == count and (ids == np.arange(count)).all():
-            self._states = states
+        if states is None or _are_all(ids, count):
+            self._states, self._is_shared = states, True
             return
         if self._states is None or _form(self._states, count) != _form(states, len(ids)):
+            if self._states is not None:
+                self._begun[np.delete(np.arange(count), ids)] = False
             self._states = _grown(states, count, empty=True)
+        elif self._is_shared:  # a request that was given up may still be on its way
+            self._states = _grown(self._states, count)
+        self._is_shared = False
         _put(self._states, ids, states)
 
     def _grow(self, count: int) -> None:
@@ -167,17 +175,19 @@ def _checked_ids(ids: Any, rows: int) -> np.ndarray:
     return array
 
 
+def _are_all(ids: np.ndarray, count: int) -> bool:
+    """Whether these are 0 … count - 1, in this order."""
+    return len(ids) == count and bool((ids == np.arange(count)).all())
+
+
 # -- States: dicts and lists of arrays
 
 
-def _taken(tree: Any, rows: np.ndarray, count: int) -> Any:
-    """Some rows of a tree of `count` rows; the tree itself if they are all of them."""
-    if len(rows) == count and (rows == np.arange(count)).all():
-        return tree
+def _taken(tree: Any, rows: np.ndarray) -> Any:
     if isinstance(tree, dict):
-        return {key: _taken(child, rows, count) for key, child in tree.items()}
+        return {key: _taken(child, rows) for key, child in tree.items()}
     if isinstance(tree, list):
-        return [_taken(child, rows, count) for child in tree]
+        return [_taken(child, rows) for child in tree]
     return tree[rows]
 
 

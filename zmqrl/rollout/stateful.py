@@ -27,6 +27,7 @@ from zmqrl.rollout.bank import (
     taken,
 )
 from zmqrl.rollout.batching import merge
+from zmqrl.transport.tree import rows_of
 
 
 class Memory(NamedTuple):
@@ -62,7 +63,10 @@ class Memory(NamedTuple):
             raise DecodeError("two rows of a request have the same memory.key")
         if memory["step"].min(initial=0) < 0:
             raise DecodeError("memory.step is below 0")
-        return cls(keys, memory["step"], memory["reset"], memory.get("state"))
+        state = memory.get("state")
+        if state is not None and rows_of(state) != rows:
+            raise DecodeError("memory.state has other rows than the observation")
+        return cls(keys, memory["step"], memory["reset"], state)
 
 
 def split_off(tree: Any) -> tuple[Any, dict[str, Any]]:
