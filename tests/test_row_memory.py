@@ -10,7 +10,7 @@ import pytest
 from zmqrl.connection import Request
 from zmqrl.errors import EncodeError, PolicyTimeout, StateLost
 from zmqrl.memory import Ask, Memory
-from zmqrl.transport.header import Header, Op
+from zmqrl.transport.header import FLAG_KEPT, FLAG_MEMORY, Header, Op
 
 
 def observation(rows: int) -> dict[str, Any]:
@@ -36,9 +36,11 @@ class Client:
         self.end()
         return memory["step"].tolist(), memory["reset"].tolist()
 
-    def end(self, state: Any = None, error: Any = None) -> None:
+    def end(self, state: Any = None, error: Any = None, kept: int = FLAG_KEPT) -> None:
         request = self.requests.pop()
         request.carried = state
+        flags = kept if state is None else FLAG_MEMORY
+        request.reply = Header(Op.REPLY, flags) if error is None else None
         request.end({} if error is None else None, error)
 
 
@@ -178,3 +180,20 @@ def test_states_of_another_form_replace_those_before() -> None:
     assert client.send(2, [True, False]).tree["memory"]["state"]["c"].tolist() == [0, 5]
     client.end()
     assert "state" not in client.send(2, False).tree["memory"]
+
+
+def test_a_policy_that_keeps_no_states_is_not_told_again_until_it_is_another() -> None:
+    client = Client()
+    client.send(2, True)
+    client.end(kept=0)
+    ask = client.send(2, False)
+    assert (sorted(ask.tree), ask.flags) == (["x"], 0)
+    assert client.requests[-1].leaves_memory_out
+    assert client.send(2, False).flags == 0  # both are under way
+    client.end()
+    client.end(error=StateLost("there is a policy with memory now"))
+    with pytest.raises(ValueError, match="row 0"):
+        client.send(2, False)
+    ask = client.send(2, True)
+    assert ask.flags == FLAG_MEMORY
+    assert ask.tree["memory"]["step"].tolist() == [1, 1]

@@ -20,7 +20,6 @@ from zmqrl.errors import ClientClosed, ClientInUse
 from zmqrl.memory import Memory
 from zmqrl.pending import Pending
 from zmqrl.transport import sockets
-from zmqrl.transport.header import FLAG_MEMORY
 from zmqrl.transport.security import Keys
 from zmqrl.transport.tree import with_axis, without_axis
 
@@ -233,7 +232,7 @@ class PolicyClient:
                 borrowed,
                 self._next_id,
                 chosen,
-                connection.flags | (0 if ask is None else FLAG_MEMORY),
+                connection.flags | (0 if ask is None else ask.flags),
                 stage,
                 policy,
                 version,

@@ -66,6 +66,7 @@ _FATAL: Dict[str, Type[ClientError]] = {
     "policy": PolicyError,
     "attempts": AttemptsExhausted,
     "deadline": PolicyTimeout,
+    "memory": RequestRefused,
     "state": StateLost,
     "replaced": Replaced,
     "refused": RequestRefused,
@@ -95,6 +96,7 @@ class Request:
     state = ""  # what the broker last said of it
     done = False
     result: Any = None
+    leaves_memory_out = False  # because the policy kept no states when it was last asked
     carried: Any = None  # state of the rows, which came with the result, for the next request
     error: Optional[ClientError] = None
     reply: Optional[Header] = None
@@ -456,6 +458,8 @@ class Connection:
         elif code == "lane" and request.slot is not None:
             self._leave_the_lane(request)
         else:
+            if code == "memory" and request.leaves_memory_out:
+                code = "state"  # the policy is another one now
             error = self._error_of(code, message)
             if isinstance(error, StateLost):
                 error.rows = _numbers_below(fields.get("rows"), request.header.rows)

@@ -13,6 +13,7 @@ import numpy as np
 
 from zmqrl.connection import Request
 from zmqrl.errors import StateLost
+from zmqrl.transport.header import FLAG_KEPT, FLAG_MEMORY
 from zmqrl.transport.rows import layout, one_per_row
 from zmqrl.transport.tree import rows_of
 
@@ -22,14 +23,16 @@ _MOST_IDS = 1 << 20
 class Ask(NamedTuple):
     """A request about to be sent."""
 
-    tree: Dict[str, Any]
-    """The observation, and beside it what a worker needs to know of the rows."""
-    envs: Envs
-    ids: np.ndarray
-    steps: np.ndarray
-    reset: np.ndarray
+    tree: Any
+    """The observation; and beside it what a worker needs to know of the rows."""
+    flags: int
+    """Of the request."""
     lost: bool
-    """Whether the last request was told that states are lost."""
+    """Whether an earlier request was told that states are lost."""
+    envs: Envs
+    ids: Any = None
+    steps: Any = None
+    reset: Any = None
 
     def sent(self, request: Request) -> None:
         """Note that it was sent."""
@@ -57,19 +60,25 @@ class Memory:
             EncodeError: Rows differ.
             ValueError: Rows have no such ids, are asked about already, or have to begin an episode.
         """
-        rows = rows_of(observation)
-        mask = np.full(rows, bool(reset)) if np.ndim(reset) == 0 else reset
-        numbers = np.arange(rows) if ids is None else _checked_ids(ids, rows)
-        envs = self._envs.setdefault((policy, stage), Envs())
-        return envs.ask(
-            observation, one_per_row("reset", mask, rows, bool), numbers, self._number, stage
-        )
+        envs = self._envs.get((policy, stage))
+        if envs is None:
+            envs = self._envs[policy, stage] = Envs(self._number, stage)
+        return envs.ask(observation, reset, ids)
 
 
 class Envs:
-    """The envs of one pipeline stage, and one policy."""
+    """The envs of one pipeline stage, and one policy.
 
-    def __init__(self) -> None:
+    Args:
+        number: The client's.
+        stage: The pipeline stage.
+    """
+
+    def __init__(self, number: int, stage: int) -> None:
+        self._number = number
+        self._stage = stage
+        self._is_needless = False
+        """Whether the policy keeps no states, as far as is known."""
         self._steps = np.full(0, -1, np.int64)
         """The number of the last request about each env."""
         self._begun = np.zeros(0, bool)
@@ -78,64 +87,101 @@ class Envs:
         """Whether that request was answered."""
         self._reset = np.zeros(0, bool)
         """Whether it began an episode."""
-        self._open: List[Tuple[Request, np.ndarray]] = []
+        self._open: List[Tuple[Request, Optional[np.ndarray]]] = []
+        """Requests under way, and which envs they are about; None if they do not say it."""
         self._states: Any = None
         """Of each env, if the replies bring states: a tree of arrays."""
         self._is_shared = False
         """Whether a request may have these very arrays."""
+        self._ids, self._keys = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
+        """Of the last request."""
 
-    def ask(self, observation: Any, reset: np.ndarray, ids: np.ndarray, number: int, stage: int) -> Ask:
-        """See `Memory.ask`; `number` is the client's."""
+    def ask(self, observation: Any, reset: Any, ids: Any) -> Ask:
+        """See `Memory.ask`."""
         lost = self._settle()
-        self._grow(int(ids.max(initial=-1)) + 1)
-        for _, others in self._open:
-            both = np.intersect1d(ids, others)
-            if len(both):
-                raise ValueError(
-                    f"env {both[0]} of stage {stage} is asked about already: take the result first, or "
-                    "give ids"
-                )
-        wrong = np.flatnonzero(~(reset | self._begun[ids]))
+        if self._is_needless:
+            return Ask(observation, 0, lost, self)
+        rows = rows_of(observation)
+        mask = np.full(rows, bool(reset)) if np.ndim(reset) == 0 else reset
+        begins = one_per_row("reset", mask, rows, bool)
+        self._take_ids(np.arange(rows) if ids is None else _checked_ids(ids, rows))
+        self._check_open()
+        numbers = self._ids
+        wrong = np.flatnonzero(~(begins | self._begun[numbers]))
         if len(wrong):
             raise ValueError(
-                f"row {wrong[0]} (env {ids[wrong[0]]}) has no episode that goes on: its first request, "
-                "and one after StateLost, needs reset=True"
+                f"row {wrong[0]} (env {numbers[wrong[0]]}) has no episode that goes on: its first "
+                "request, and one after StateLost, needs reset=True"
             )
-        again = ~(reset | self._answered[ids])
-        steps = self._steps[ids] + ~again
-        reset = reset | (again & self._reset[ids])
-        memory = {
-            "key": np.stack([np.full(len(ids), number), (stage << 32) | ids], axis=1),
-            "reset": reset,
-            "step": steps,
-        }
+        steps = self._steps[numbers]
+        again = ~(begins | self._answered[numbers])
+        steps += ~again
+        begins |= again & self._reset[numbers]
+        memory = {"key": self._keys, "reset": begins, "step": steps}
         if self._states is not None:
-            every = _are_all(ids, len(self._steps))
+            every = _are_all(numbers, len(self._steps))
             self._is_shared |= every
-            memory["state"] = self._states if every else _taken(self._states, ids)
-        return Ask({"observation": observation, "memory": memory}, self, ids, steps, reset, lost)
+            memory["state"] = self._states if every else _taken(self._states, numbers)
+        tree = {"observation": observation, "memory": memory}
+        return Ask(tree, FLAG_MEMORY, lost, self, numbers, steps, begins)
+
+    def _take_ids(self, ids: np.ndarray) -> None:
+        if len(ids) == len(self._ids) and (ids == self._ids).all():
+            return
+        more = int(ids.max(initial=-1)) + 1 - len(self._steps)
+        if more > 0:
+            self._steps = np.append(self._steps, np.full(more, -1, np.int64))
+            self._begun = np.append(self._begun, np.zeros(more, bool))
+            self._answered = np.append(self._answered, np.zeros(more, bool))
+            self._reset = np.append(self._reset, np.zeros(more, bool))
+            if self._states is not None:
+                self._states = _grown(self._states, len(self._steps))
+        self._ids = ids
+        self._keys = np.stack([np.full(len(ids), self._number), (self._stage << 32) | ids], axis=1)
+
+    def _check_open(self) -> None:
+        """Refuse to ask about an env twice at a time."""
+        for _, others in self._open:
+            if others is None:
+                continue
+            both = np.intersect1d(self._ids, others)
+            if len(both):
+                raise ValueError(
+                    f"env {both[0]} of stage {self._stage} is asked about already: take the result "
+                    "first, or give ids"
+                )
 
     def note(self, request: Request, ask: Ask) -> None:
         """Note that a request was sent."""
+        self._open.append((request, ask.ids))
+        if ask.ids is None:
+            request.leaves_memory_out = True
+            return
         self._steps[ask.ids] = ask.steps
         self._reset[ask.ids] = ask.reset
         self._answered[ask.ids] = False
         self._begun[ask.ids] = True
-        self._open.append((request, ask.ids))
 
     def _settle(self) -> bool:
         """Note how requests have ended; returns whether states were lost."""
+        if not self._open:
+            return False
         lost = False
         still_open = []
         for request, ids in self._open:
             if not request.done:
                 still_open.append((request, ids))
-            elif request.error is None:
-                self._answered[ids] = True
-                self._carry(ids, request.carried)
             elif isinstance(request.error, StateLost):
                 lost = True
-                self._begun[ids[request.error.rows or slice(None)]] = False
+                if ids is None:
+                    self._is_needless = False
+                    self._begun[:] = False
+                else:
+                    self._begun[ids[request.error.rows or slice(None)]] = False
+            elif request.reply is not None and request.error is None and ids is not None:
+                self._is_needless = not request.reply.flags & (FLAG_MEMORY | FLAG_KEPT)
+                self._answered[ids] = True
+                self._carry(ids, request.carried)
         self._open = still_open
         return lost
 
@@ -153,16 +199,6 @@ class Envs:
             self._states = _grown(self._states, count)
         self._is_shared = False
         _put(self._states, ids, states)
-
-    def _grow(self, count: int) -> None:
-        more = count - len(self._steps)
-        if more > 0:
-            self._steps = np.append(self._steps, np.full(more, -1, np.int64))
-            self._begun = np.append(self._begun, np.zeros(more, bool))
-            self._answered = np.append(self._answered, np.zeros(more, bool))
-            self._reset = np.append(self._reset, np.zeros(more, bool))
-            if self._states is not None:
-                self._states = _grown(self._states, count)
 
 
 def _checked_ids(ids: Any, rows: int) -> np.ndarray:

@@ -225,6 +225,24 @@ def test_memory_for_a_policy_that_keeps_none_is_ignored(pool: Pool) -> None:
         assert (reply["actions"] == step).all()
 
 
+def test_a_policy_with_memory_that_takes_the_place_of_one_without_is_told_of_resets(
+    counting: Pool,
+) -> None:
+    start(counting, STICKY, policy="Echo")
+    client, careless = counting.client(), counting.client()
+    x = {"x": np.ones((2, 1))}
+    for step in range(3):
+        client.infer(x, reset=step == 0)
+    careless.infer(x)
+    counting.kill("rollout-0")
+    counting.start_worker(0, overrides=(STICKY,))
+    with pytest.raises(StateLost, match="reset="):
+        client.infer(x, reset=False)
+    assert client.infer(x, reset=True)["counts"].tolist() == [1, 1]
+    with pytest.raises(RequestRefused, match="reset="):
+        careless.infer(x)
+
+
 def test_a_repeated_step_after_a_time_limit_is_answered_with_what_was_kept(counting: Pool) -> None:
     """A frozen worker wakes up, has run the step, and gets it a second time."""
     start(counting, STICKY, 1, "rollout.attempt_timeout_s=1", seconds=0.3)

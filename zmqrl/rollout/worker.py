@@ -32,6 +32,7 @@ from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE, Encoded, decode, decode_meta, encode_meta
 from zmqrl.transport.header import (
     FLAG_EVAL,
+    FLAG_KEPT,
     FLAG_LANE,
     FLAG_MEMORY,
     FLAG_READS_LANE,
@@ -301,7 +302,8 @@ class RolloutWorker:
                     if self._states is not None:
                         memory = Memory.of(fields, header.rows)
                 elif self._states is not None:
-                    raise DecodeError(NO_MEMORY)
+                    replies[entry.slot] = self._error(entry, header, "memory", NO_MEMORY)
+                    continue
                 if rows_of(observation) != header.rows:
                     raise DecodeError("the header and the arrays differ in their rows")
             except SharedMemoryLost as error:
@@ -396,11 +398,11 @@ class RolloutWorker:
             recall,
         )
         versions = [version] * len(shards)
-        carries = 0
+        kept = 0
         if recall is not None:
             output = recall.answer(output, version, state)
             versions = recall.versions(rows)
-            carries = FLAG_MEMORY if self._states is not None and self._states.travel else 0
+            kept = FLAG_MEMORY if self._states is not None and self._states.travel else FLAG_KEPT
         self._predict_s += seconds
         predict_us = _microseconds(seconds)
         replies = {}
@@ -414,7 +416,7 @@ class RolloutWorker:
             recall.commit()
         for shard, encoded, version in zip(shards, encoded_parts, versions, strict=True):
             entry, header = shard.entry, shard.header
-            flags, buffers, place = carries | header.flags & FLAG_EVAL, encoded.buffers, b""
+            flags, buffers, place = kept | header.flags & FLAG_EVAL, encoded.buffers, b""
             if shares and buffers:
                 reads = header.flags & FLAG_READS_LANE != 0
                 buffers, slot = self._lane.place(buffers, borrowed=True, lends=reads)

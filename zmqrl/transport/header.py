@@ -72,6 +72,9 @@ FLAG_MEMORY = 8
 """INFER: beside the observation stands what a policy with memory needs to know of the rows. REPLY:
 beside the output stands the state of the rows, for the next request."""
 
+FLAG_KEPT = 16
+"""REPLY: the worker keeps the state of the rows."""
+
 _MARK = MAGIC + bytes([VERSION])
 """What every message of this version begins with."""
 
