@@ -56,7 +56,9 @@ def test_an_evaluation_is_complete_although_a_worker_is_killed_with_its_states(
         assert "env/state_lost" not in result
         assert result["broker/errors"] == 0
     else:
-        # The envs of one of both workers began again; those of the other did not.
-        assert result["env/state_lost"] == 2
-        assert result["broker/errors"] == 1
+        # The envs of one of both workers began again; those of the other did not. Fixed ranks move
+        # back to the worker that is started again, where those envs begin once more.
+        times = result["broker/errors"]
+        assert times == 1 or (times == 2 and not decoupled)
+        assert result["env/state_lost"] == 2 * times
         assert "its episodes begin again" in run.text()
