@@ -147,7 +147,7 @@ class PolicyClient:
         mode: Optional[str] = None,
         timeout: Optional[float] = None,
         reset: Optional[bool] = None,
-        id: int = 0,
+        ids: Any = None,
     ) -> Dict[str, Any]:
         """Actions for a single observation that has no batch axis.
 
@@ -156,7 +156,7 @@ class PolicyClient:
             mode: As in `infer`.
             timeout: As in `infer`.
             reset: For a policy with memory: whether the observation begins an episode.
-            id: With `reset`: which env of this client it is about.
+            ids: With `reset`: the number of the env of this client; None for 0.
 
         Returns:
             The policy's output without its first axis; `actions` [...].
@@ -164,7 +164,6 @@ class PolicyClient:
         Raises:
             ClientError, EncodeError: As `infer`.
         """
-        ids = None if reset is None else [id]
         pending = self.submit(with_axis(observation), mode, timeout, reset=reset, ids=ids)
         pending.single = True
         return {key: without_axis(value) for key, value in _waited_for(pending).items()}

@@ -87,6 +87,8 @@ class Envs:
         """Whether that request was answered."""
         self._reset = np.zeros(0, bool)
         """Whether it began an episode."""
+        self._is_asked = np.zeros(0, bool)
+        """Whether it is under way."""
         self._open: List[Tuple[Request, Optional[np.ndarray]]] = []
         """Requests under way, and which envs they are about; None if they do not say it."""
         self._states: Any = None
@@ -105,8 +107,13 @@ class Envs:
         mask = np.full(rows, bool(reset)) if np.ndim(reset) == 0 else reset
         begins = one_per_row("reset", mask, rows, bool)
         self._take_ids(np.arange(rows) if ids is None else _checked_ids(ids, rows))
-        self._check_open()
         numbers = self._ids
+        twice = np.flatnonzero(self._is_asked[numbers])
+        if len(twice):
+            raise ValueError(
+                f"env {numbers[twice[0]]} of stage {self._stage} is asked about already: take the "
+                "result first, or give ids"
+            )
         wrong = np.flatnonzero(~(begins | self._begun[numbers]))
         if len(wrong):
             raise ValueError(
@@ -134,22 +141,11 @@ class Envs:
             self._begun = np.append(self._begun, np.zeros(more, bool))
             self._answered = np.append(self._answered, np.zeros(more, bool))
             self._reset = np.append(self._reset, np.zeros(more, bool))
+            self._is_asked = np.append(self._is_asked, np.zeros(more, bool))
             if self._states is not None:
                 self._states = _grown(self._states, len(self._steps))
         self._ids = ids
         self._keys = np.stack([np.full(len(ids), self._number), (self._stage << 32) | ids], axis=1)
-
-    def _check_open(self) -> None:
-        """Refuse to ask about an env twice at a time."""
-        for _, others in self._open:
-            if others is None:
-                continue
-            both = np.intersect1d(self._ids, others)
-            if len(both):
-                raise ValueError(
-                    f"env {both[0]} of stage {self._stage} is asked about already: take the result "
-                    "first, or give ids"
-                )
 
     def note(self, request: Request, ask: Ask) -> None:
         """Note that a request was sent."""
@@ -160,7 +156,7 @@ class Envs:
         self._steps[ask.ids] = ask.steps
         self._reset[ask.ids] = ask.reset
         self._answered[ask.ids] = False
-        self._begun[ask.ids] = True
+        self._begun[ask.ids] = self._is_asked[ask.ids] = True
 
     def _settle(self) -> bool:
         """Note how requests have ended; returns whether states were lost."""
@@ -171,7 +167,10 @@ class Envs:
         for request, ids in self._open:
             if not request.done:
                 still_open.append((request, ids))
-            elif isinstance(request.error, StateLost):
+                continue
+            if ids is not None:
+                self._is_asked[ids] = False
+            if isinstance(request.error, StateLost):
                 lost = True
                 if ids is None:
                     self._is_needless = False
@@ -202,7 +201,7 @@ class Envs:
 
 
 def _checked_ids(ids: Any, rows: int) -> np.ndarray:
-    array = np.asarray(ids)
+    array = np.atleast_1d(ids)
     if array.shape != (rows,) or array.dtype.kind not in "iu":
         raise ValueError(f"expected ids of shape ({rows},), int, got {array.dtype}{list(array.shape)}")
     array = array.astype(np.int64)

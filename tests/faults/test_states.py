@@ -154,9 +154,9 @@ def test_stages_and_single_observations_have_states_of_their_own(counting: Pool,
     for step in range(3):
         both = [client.submit(x, stage=stage, reset=step == 0) for stage in (0, 1)]
         assert [p.result()["counts"].tolist() for p in both] == [[step + 1] * 2] * 2
-    one = client.infer_one({"x": np.ones(1)}, reset=True, id=7)
+    one = client.infer_one({"x": np.ones(1)}, reset=True, ids=7)
     assert one["counts"] == 1
-    assert client.infer_one({"x": np.ones(1)}, reset=False, id=7)["counts"] == 2
+    assert client.infer_one({"x": np.ones(1)}, reset=False, ids=7)["counts"] == 2
     assert client.infer(x, reset=[False, True])["counts"].tolist() == [4, 1]
 
 
@@ -209,6 +209,19 @@ def test_large_states_and_observations_go_through_shared_memory(counting: Pool, 
         assert reply["counts"].tolist() == [step + 1] * 2
         assert (reply["actions"] == seen(1, step - step % 3) * (step % 3 + 1)).all()
     assert counting.counters()["lane_replies"] >= 4
+
+
+def test_two_batches_in_hand_are_run_in_order(counting: Pool) -> None:
+    start(counting, STICKY, 1, "rollout.prefetch=true", "rollout.rollout_queue_size=2", seconds=0.002)
+    streams: dict[int, list[Any]] = {env: [] for env in range(ENVS)}
+    threads = [
+        threading.Thread(target=play, args=(counting.client(), env, streams)) for env in range(ENVS)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert streams == {env: expected(env) for env in range(ENVS)}
 
 
 def test_a_request_without_memory_is_refused_and_says_what_to_do(counting: Pool) -> None:

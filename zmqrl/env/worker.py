@@ -17,6 +17,7 @@ from zmqrl.env.links import LinkEmulation
 from zmqrl.env.making import make_shard
 from zmqrl.env.orders import Order, Orders
 from zmqrl.env.rewards import RewardRequests
+from zmqrl.env.seeds import Seeds, no_seed
 from zmqrl.env.stage import Stage
 from zmqrl.errors import EnvironmentFailure, StateLost, TrainingEnded
 from zmqrl.process import StopSignal
@@ -64,7 +65,7 @@ class EnvWorker:
         self._success_key = config.env.success_key
         self._delays = DelaySampler(config.env.delays_of(mode), rank)
         self._links = LinkEmulation(config.cluster.net_emulation, rank)
-        self._seeds: list[_Seeds] = []
+        self._seeds: list[Seeds] = []
         self._stages = self._make_stages(config, mode, rank)
         # After the simulators: some of them fork, which a ZeroMQ context must not live through.
         keys = config.security.keys_of("client")
@@ -404,9 +405,9 @@ class EnvWorker:
         quota = section.rollout_epoch if mode == "eval" else None
         stages = []
         for index, rows in enumerate(config.stage_sizes(mode, rank)):
-            seed_of: SeedOf = _no_seed
+            seed_of: SeedOf = no_seed
             if section.use_fixed_reset_state_ids:
-                seed_of = _Seeds(section.seed, first, total)
+                seed_of = Seeds(section.seed, first, total)
                 self._seeds.append(seed_of)
             filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
             shard = make_shard(config.env, mode, rows, seed_of, filmed)
@@ -425,34 +426,6 @@ class EnvWorker:
             late=self._links.trajectory_seconds if config.cluster.net_emulation.enabled else None,
             keys=config.security.keys_of("client"),
         )
-
-
-class _Seeds:
-    """The same start states each time: one seed for each env and episode, whoever steps it."""
-
-    def __init__(self, base: int, first_env: int, total_envs: int) -> None:
-        self._base = base
-        self._first = first_env
-        self._total = total_envs
-        self._begun: dict[int, int] = {}
-
-    def __call__(self, row: int) -> int:
-        number = self._begun.get(row, 0)
-        self._begun[row] = number + 1
-        return self._base + self._first + row + number * self._total
-
-    def restart(self) -> None:
-        """Begin with the first episodes again."""
-        self._begun.clear()
-
-    def repeat(self) -> None:
-        """Begin with the episodes under way again."""
-        for row, number in self._begun.items():
-            self._begun[row] = number - 1
-
-
-def _no_seed(row: int) -> None:
-    return None
 
 
 def _finite(tree: Any) -> Any:

@@ -22,6 +22,7 @@ from zmqrl.errors import (
     StartupFailed,
     VersionMismatch,
 )
+from zmqrl.rollout.failures import Failures
 from zmqrl.rollout.inference import Inference
 from zmqrl.rollout.policy import Policy
 from zmqrl.rollout.prefetch import Prefetch
@@ -166,7 +167,7 @@ class RolloutWorker:
         self._prefetch = Prefetch(prefetch)
         self._predict_s = 0.0  # spent in the policy for the batch in hand
         self._epoch: Any = None  # of the broker that knows this worker
-        self._failures = _Failures()
+        self._failures = Failures()
         self._lane = Lane()
         self._connect()
 
@@ -473,21 +474,3 @@ class RolloutWorker:
 
 def _microseconds(seconds: float) -> int:
     return min(int(seconds * 1e6), 2**32 - 1)
-
-
-class _Failures:
-    """Logs the policy's failures: the first at once, then how many there were, every ten seconds."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._logged = float("-inf")
-
-    def note(self, text: str, error: Exception) -> None:
-        """Count one failure, and log if it is time."""
-        self._count += 1
-        if time.monotonic() < self._logged + 10.0:
-            return
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}, line {frame.lineno}"
-        log.warning("the policy failed on %d request(s): %s (%s)", self._count, text, where)
-        self._count, self._logged = 0, time.monotonic()
