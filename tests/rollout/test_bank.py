@@ -126,6 +126,18 @@ def test_the_least_recently_used_rows_go_and_it_is_said_once(caplog: pytest.LogC
     ]
 
 
+def test_large_states_take_no_more_than_their_bound_from_the_first_request_on() -> None:
+    bank = StateBank(5 << 20)
+    for step in range(2):
+        for number in range(12):
+            big = {"cache": np.full((1, 1 << 20), number, np.uint8)}
+            bank.keep([key(number)], np.array([step]), 1, {"actions": np.zeros((1, 1))}, big)
+            kept = bank._states._tree["cache"].nbytes
+            assert kept <= 5 << 20
+    assert bank.most_rows == len(bank) == 4
+    assert bank.states(find(bank, [11, 8], [2, 2]).slots)["cache"][:, 5].tolist() == [11, 8]
+
+
 def test_one_batch_is_kept_however_small_the_bank_is() -> None:
     bank = StateBank(1)
     keep(bank, list(range(100)), [0] * 100, list(range(100)))

@@ -16,10 +16,13 @@ from zmqrl.transport.tree import is_row_list
 log = logging.getLogger(__name__)
 
 _LEAST = 64
-"""Rows that there is room for at the start; twice as many each time that there are more."""
+"""Rows that there is room for at first, if the bound allows; twice as many each time that more come."""
 
 _NONE = -2
 """The last step of a row of which nothing is kept: none follows it."""
+
+_TEXT_BYTES = 100
+"""What a text in a row of an output is taken to have."""
 
 _MOST_KINDS = 4
 """Forms of outputs that are kept: a policy of several kinds of simulators has a few."""
@@ -57,9 +60,9 @@ class StateBank:
         self._most_bytes = most_bytes
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by key, the one used last at the end
         self._free: list[int] = []
-        self._steps = np.full(_LEAST, _NONE, np.int64)
-        self._versions = np.zeros(_LEAST, np.int64)
-        self._kinds = np.full(_LEAST, -1, np.int64)  # of the outputs
+        self._steps = np.full(1, _NONE, np.int64)
+        self._versions = np.zeros(1, np.int64)
+        self._kinds = np.full(1, -1, np.int64)  # of the outputs
         self._states: Rows | None = None
         self._outputs: dict[int, Rows] = {}  # by kind
         self._next_kind = 0
@@ -178,10 +181,9 @@ class StateBank:
             _, slot = self._slots.popitem(last=False)
             self._steps[slot] = _NONE
             self._free.append(slot)
-        capacity = len(self._steps)
-        while capacity < min(count, most):
-            capacity *= 2
-        if capacity > len(self._steps):
+        count = len(self._slots) + new
+        if count > len(self._steps):
+            capacity = max(count, min(most, max(_LEAST, 2 * len(self._steps))))
             for store in [self._states, *self._outputs.values()]:
                 if store is not None:
                     store.grow(capacity)
@@ -203,7 +205,7 @@ class Rows:
         self._form = form_of(like)
         self._tree = mapped(lambda leaf: _empty(leaf, capacity), like)
         sizes: list[int] = []
-        mapped(lambda leaf: sizes.append(int(leaf.nbytes) // capacity), self._tree)
+        mapped(lambda leaf: sizes.append(_row_bytes(leaf)), like)
         self.row_bytes = sum(sizes)
         """Bytes of a row."""
 
@@ -300,6 +302,10 @@ def _is_list(leaf: Any) -> bool:
 
 def _is_text(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype == object
+
+
+def _row_bytes(leaf: Any) -> int:
+    return _TEXT_BYTES if _is_list(leaf) else int(leaf.nbytes) // len(leaf)
 
 
 def _empty(leaf: Any, rows: int) -> Any:
