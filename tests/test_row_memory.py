@@ -78,7 +78,7 @@ def test_stages_and_policies_count_apart_and_keys_differ() -> None:
 def test_of_an_env_one_request_can_be_under_way() -> None:
     client = Client()
     client.send(2, True)
-    with pytest.raises(ValueError, match="env 1 of stage 0 is asked about already"):
+    with pytest.raises(ValueError, match=r"row 0 \(env 1 of stage 0\) is asked about already"):
         client.send(1, True, ids=[1])
     client.send(1, True, ids=[2])
     client.send(2, True, stage=1)
@@ -86,13 +86,13 @@ def test_of_an_env_one_request_can_be_under_way() -> None:
 
 def test_an_env_without_an_episode_has_to_begin_one() -> None:
     client = Client()
-    with pytest.raises(ValueError, match=r"row 1 \(env 1\) has no episode that goes on"):
+    with pytest.raises(ValueError, match=r"row 1 \(env 1 of stage 0\) has no episode that goes on"):
         client.send(2, [True, False])
     client.send(3, True)
     client.end()
     client.send(3, False)
     client.end(error=StateLost("gone", [2, 0]))
-    with pytest.raises(ValueError, match=r"row 0 \(env 0\).*StateLost"):
+    with pytest.raises(ValueError, match=r"row 0 \(env 0 .*StateLost"):
         client.send(3, False)
     assert client.steps(3, [True, False, True]) == ([2, 1, 2], [True, False, True])
 

@@ -19,6 +19,13 @@ from zmqrl.transport.tree import rows_of
 
 _MOST_IDS = 1 << 20
 
+# What became of the last request about an env, in bits.
+_BEGUN = 1  # there is an episode, which goes on
+_ANSWERED = 2
+_RESET = 4  # it began the episode, and was not answered yet
+_ASKED = 8  # it is under way
+_GOES_ON = _BEGUN | _ANSWERED
+
 
 class Ask(NamedTuple):
     """A request about to be sent."""
@@ -30,7 +37,7 @@ class Ask(NamedTuple):
     lost: bool
     """Whether an earlier request was told that states are lost."""
     envs: Envs
-    ids: Any = None
+    where: Any = None
     steps: Any = None
     reset: Any = None
 
@@ -81,22 +88,17 @@ class Envs:
         """Whether the policy keeps no states, as far as is known."""
         self._steps = np.full(0, -1, np.int64)
         """The number of the last request about each env."""
-        self._begun = np.zeros(0, bool)
-        """Whether it has an episode that may go on."""
-        self._answered = np.zeros(0, bool)
-        """Whether that request was answered."""
-        self._reset = np.zeros(0, bool)
-        """Whether it began an episode."""
-        self._is_asked = np.zeros(0, bool)
-        """Whether it is under way."""
-        self._open: List[Tuple[Request, Optional[np.ndarray]]] = []
+        self._status = np.zeros(0, np.int8)
+        """What became of that; 0 before the first one, and after `StateLost`."""
+        self._open: List[Tuple[Request, Any]] = []
         """Requests under way, and which envs they are about; None if they do not say it."""
         self._states: Any = None
         """Of each env, if the replies bring states: a tree of arrays."""
         self._is_shared = False
         """Whether a request may have these very arrays."""
-        self._ids, self._keys = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
-        """Of the last request."""
+        self._where: Any = None
+        """The envs of the last request: their numbers, or a slice if these are 0 … N - 1."""
+        self._keys = np.zeros((0, 2), np.int64)
 
     def ask(self, observation: Any, reset: Any, ids: Any) -> Ask:
         """See `Memory.ask`."""
@@ -104,59 +106,65 @@ class Envs:
         if self._is_needless:
             return Ask(observation, 0, lost, self)
         rows = rows_of(observation)
-        mask = np.full(rows, bool(reset)) if np.ndim(reset) == 0 else reset
-        begins = one_per_row("reset", mask, rows, bool)
-        self._take_ids(np.arange(rows) if ids is None else _checked_ids(ids, rows))
-        numbers = self._ids
-        twice = np.flatnonzero(self._is_asked[numbers])
-        if len(twice):
-            raise ValueError(
-                f"env {numbers[twice[0]]} of stage {self._stage} is asked about already: take the "
-                "result first, or give ids"
-            )
-        wrong = np.flatnonzero(~(begins | self._begun[numbers]))
-        if len(wrong):
-            raise ValueError(
-                f"row {wrong[0]} (env {numbers[wrong[0]]}) has no episode that goes on: its first "
-                "request, and one after StateLost, needs reset=True"
-            )
-        steps = self._steps[numbers]
-        again = ~(begins | self._answered[numbers])
-        steps += ~again
-        begins |= again & self._reset[numbers]
-        memory = {"key": self._keys, "reset": begins, "step": steps}
+        if not isinstance(reset, np.ndarray) or reset.dtype != bool or reset.shape != (rows,):
+            reset = np.full(rows, bool(reset)) if np.ndim(reset) == 0 else reset
+            reset = one_per_row("reset", reset, rows, bool)
+        where = self._find(ids, rows)
+        status = self._status[where]
+        if (status == _GOES_ON).all():
+            steps = self._steps[where] + 1
+        else:
+            self._check(status, reset)
+            again = ~(reset | (status & _ANSWERED > 0))
+            steps = self._steps[where] + ~again
+            reset = reset | (again & (status & _RESET > 0))
+        memory = {"key": self._keys, "reset": reset, "step": steps}
         if self._states is not None:
-            every = _are_all(numbers, len(self._steps))
+            every = self._are_all(where)
             self._is_shared |= every
-            memory["state"] = self._states if every else _taken(self._states, numbers)
+            memory["state"] = self._states if every else _taken(self._states, where)
         tree = {"observation": observation, "memory": memory}
-        return Ask(tree, FLAG_MEMORY, lost, self, numbers, steps, begins)
+        return Ask(tree, FLAG_MEMORY, lost, self, where, steps, reset)
 
-    def _take_ids(self, ids: np.ndarray) -> None:
-        if len(ids) == len(self._ids) and (ids == self._ids).all():
-            return
-        more = int(ids.max(initial=-1)) + 1 - len(self._steps)
+    def _find(self, ids: Any, rows: int) -> Any:
+        """Where the envs of a request are; the keys are theirs then."""
+        where: Any = slice(0, rows) if ids is None else _checked_ids(ids, rows)
+        if ids is None and where == self._where:
+            return where
+        numbers = np.arange(rows) if ids is None else where
+        more = int(numbers.max(initial=-1)) + 1 - len(self._steps)
         if more > 0:
             self._steps = np.append(self._steps, np.full(more, -1, np.int64))
-            self._begun = np.append(self._begun, np.zeros(more, bool))
-            self._answered = np.append(self._answered, np.zeros(more, bool))
-            self._reset = np.append(self._reset, np.zeros(more, bool))
-            self._is_asked = np.append(self._is_asked, np.zeros(more, bool))
+            self._status = np.append(self._status, np.zeros(more, np.int8))
             if self._states is not None:
                 self._states = _grown(self._states, len(self._steps))
-        self._ids = ids
-        self._keys = np.stack([np.full(len(ids), self._number), (self._stage << 32) | ids], axis=1)
+        self._keys = np.stack([np.full(rows, self._number), (self._stage << 32) | numbers], axis=1)
+        self._where = where if ids is None else None
+        return where
+
+    def _check(self, status: np.ndarray, reset: np.ndarray) -> None:
+        """Check that the envs of a request can be asked about."""
+        for wrong, text in (
+            (status & _ASKED > 0, "is asked about already: take the result first, or give ids"),
+            (
+                (status == 0) & ~reset,
+                "has no episode that goes on: its first request, and one after StateLost, needs "
+                "reset=True",
+            ),
+        ):
+            if wrong.any():
+                row = int(wrong.argmax())
+                env = int(self._keys[row, 1]) & 0xFFFFFFFF
+                raise ValueError(f"row {row} (env {env} of stage {self._stage}) {text}")
 
     def note(self, request: Request, ask: Ask) -> None:
         """Note that a request was sent."""
-        self._open.append((request, ask.ids))
-        if ask.ids is None:
+        self._open.append((request, ask.where))
+        if ask.where is None:
             request.leaves_memory_out = True
             return
-        self._steps[ask.ids] = ask.steps
-        self._reset[ask.ids] = ask.reset
-        self._answered[ask.ids] = False
-        self._begun[ask.ids] = self._is_asked[ask.ids] = True
+        self._steps[ask.where] = ask.steps
+        self._status[ask.where] = np.where(ask.reset, _BEGUN | _ASKED | _RESET, _BEGUN | _ASKED)
 
     def _settle(self) -> bool:
         """Note how requests have ended; returns whether states were lost."""
@@ -164,40 +172,44 @@ class Envs:
             return False
         lost = False
         still_open = []
-        for request, ids in self._open:
+        for request, where in self._open:
+            error = request.error
             if not request.done:
-                still_open.append((request, ids))
-                continue
-            if ids is not None:
-                self._is_asked[ids] = False
-            if isinstance(request.error, StateLost):
-                lost = True
-                if ids is None:
-                    self._is_needless = False
-                    self._begun[:] = False
-                else:
-                    self._begun[ids[request.error.rows or slice(None)]] = False
-            elif request.reply is not None and request.error is None and ids is not None:
-                self._is_needless = not request.reply.flags & (FLAG_MEMORY | FLAG_KEPT)
-                self._answered[ids] = True
-                self._carry(ids, request.carried)
+                still_open.append((request, where))
+            elif where is None:
+                if isinstance(error, StateLost):
+                    lost, self._is_needless = True, False
+                    self._status[:] = 0
+            elif error is None:
+                flags = 0 if request.reply is None else request.reply.flags
+                self._is_needless = not flags & (FLAG_MEMORY | FLAG_KEPT)
+                self._status[where] = _GOES_ON
+                self._carry(where, request.carried)
+            else:
+                self._status[where] &= ~_ASKED
+                if isinstance(error, StateLost):
+                    lost = True
+                    self._status[np.arange(len(self._status))[where][error.rows or slice(None)]] = 0
         self._open = still_open
         return lost
 
-    def _carry(self, ids: np.ndarray, states: Any) -> None:
+    def _carry(self, where: Any, states: Any) -> None:
         """Keep states that came with a reply, or none if none came."""
-        count = len(self._steps)
-        if states is None or _are_all(ids, count):
+        if states is None or self._are_all(where):
             self._states, self._is_shared = states, True
             return
-        if self._states is None or _form(self._states, count) != _form(states, len(ids)):
+        count, rows = len(self._steps), len(self._steps[where])
+        if self._states is None or _form(self._states, count) != _form(states, rows):
             if self._states is not None:
-                self._begun[np.delete(np.arange(count), ids)] = False
+                self._status[np.delete(np.arange(count), where)] = 0
             self._states = _grown(states, count, empty=True)
         elif self._is_shared:  # a request that was given up may still be on its way
             self._states = _grown(self._states, count)
         self._is_shared = False
-        _put(self._states, ids, states)
+        _put(self._states, where, states)
+
+    def _are_all(self, where: Any) -> bool:
+        return isinstance(where, slice) and where.stop == len(self._steps)
 
 
 def _checked_ids(ids: Any, rows: int) -> np.ndarray:
@@ -210,15 +222,10 @@ def _checked_ids(ids: Any, rows: int) -> np.ndarray:
     return array
 
 
-def _are_all(ids: np.ndarray, count: int) -> bool:
-    """Whether these are 0 … count - 1, in this order."""
-    return len(ids) == count and bool((ids == np.arange(count)).all())
-
-
 # -- States: dicts and lists of arrays
 
 
-def _taken(tree: Any, rows: np.ndarray) -> Any:
+def _taken(tree: Any, rows: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _taken(child, rows) for key, child in tree.items()}
     if isinstance(tree, list):
@@ -226,7 +233,7 @@ def _taken(tree: Any, rows: np.ndarray) -> Any:
     return tree[rows]
 
 
-def _put(tree: Any, rows: np.ndarray, values: Any) -> None:
+def _put(tree: Any, rows: Any, values: Any) -> None:
     if isinstance(tree, (dict, list)):
         for key in tree if isinstance(tree, dict) else range(len(tree)):
             _put(tree[key], rows, values[key])

@@ -310,7 +310,7 @@ def test_a_killed_worker_takes_its_states_with_it_and_the_client_is_told(countin
     with pytest.raises(StateLost, match="rollout-0 does not have the state of row 0, 2") as lost:
         client.infer(x, reset=[False, True, False])
     assert lost.value.rows == [0, 2]
-    with pytest.raises(ValueError, match=r"row 0 \(env 0\) has no episode"):
+    with pytest.raises(ValueError, match=r"row 0 \(env 0 of stage 0\) has no episode"):
         client.infer(x, reset=False)
     assert client.infer(x, reset=[True, True, True])["counts"].tolist() == [1, 1, 1]
     assert client.infer(x, reset=False)["counts"].tolist() == [2, 2, 2]
