@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ _LEAST = 64
 """Rows that there is room for at first, if the bound allows; twice as many each time that more come."""
 
 _NONE = -2
-"""The last step of a row of which nothing is kept: none follows it."""
+"""The last step of a slot in which nothing is kept: none from 0 on follows it."""
 
 _TEXT_BYTES = 100
 """What a text in a row of an output is taken to have."""
@@ -65,6 +65,7 @@ class StateBank:
         self._kinds = np.full(1, -1, np.int64)  # of the outputs
         self._states: Rows | None = None
         self._outputs: dict[int, Rows] = {}  # by kind
+        self._kinds_of_forms: dict[Hashable, int] = {}
         self._next_kind = 0
         self._said_full = False
 
@@ -87,10 +88,13 @@ class StateBank:
             reset: bool [N]: True where it begins an episode.
         """
         get = self._slots.get
-        slots = np.fromiter((get(key, -1) for key in keys), np.int64, len(keys))
-        last = np.where(slots >= 0, self._steps[slots], _NONE)
-        repeated = (last == steps) & (self._kinds[slots] >= 0)
-        lost = ~(repeated | reset | (last == steps - 1))
+        slots = np.array([get(key, -1) for key in keys])
+        behind = steps - self._steps[slots]
+        is_kept = slots >= 0
+        if is_kept.all() and (behind == 1).all():
+            return Found(slots, ~is_kept, ~is_kept)  # as nearly always
+        repeated = is_kept & (behind == 0) & (self._kinds[slots] >= 0)
+        lost = ~(repeated | reset | (is_kept & (behind == 1)))
         return Found(slots, repeated, lost)
 
     def states(self, slots: Slots) -> Any:
@@ -114,7 +118,15 @@ class StateBank:
                     raise PolicyOutputError(f"the output of a repeated step differs: {error}") from error
         return mapped(lambda leaf: leaf.tolist() if _is_text(leaf) else leaf, output)
 
-    def keep(self, keys: Sequence[bytes], steps: Slots, version: int, output: Any, state: Any) -> None:
+    def keep(
+        self,
+        keys: Sequence[bytes],
+        steps: Slots,
+        version: int,
+        output: Any,
+        state: Any,
+        slots: Slots | None = None,
+    ) -> None:
         """Keep what a step gave.
 
         Args:
@@ -123,11 +135,16 @@ class StateBank:
             version: Of the weights that made it.
             output: A tree of arrays [N, ...].
             state: A tree of arrays or tensors [N, ...], of one form always.
+            slots: Where they are kept already, if all of them are.
         """
         if self._states is None:
             self._states = Rows(state, len(self._steps))
         kind = self._kind_of(output)
-        slots = self._take_slots(keys)
+        if slots is None:
+            slots = self._take_slots(keys)
+        else:
+            for key in keys:
+                self._slots.move_to_end(key)
         self._steps[slots] = _NONE  # should it stop half way
         self._states.put(slots, state)
         self._outputs[kind].put(slots, output)
@@ -136,15 +153,18 @@ class StateBank:
         self._steps[slots] = steps
 
     def _kind_of(self, output: Any) -> int:
-        for kind, store in self._outputs.items():
-            if store.holds(output):
-                return kind
+        form = quick_form_of(output)
+        known = self._kinds_of_forms.get(form)
+        if known is not None:
+            return known
         if len(self._outputs) >= _MOST_KINDS:
             oldest = next(iter(self._outputs))
             del self._outputs[oldest]
             self._kinds[self._kinds == oldest] = -1
+            self._kinds_of_forms = {f: k for f, k in self._kinds_of_forms.items() if k != oldest}
         kind = self._next_kind
         self._outputs[kind] = Rows(output, len(self._steps))
+        self._kinds_of_forms[form] = kind
         self._next_kind += 1
         return kind
 
@@ -202,16 +222,11 @@ class Rows:
     """
 
     def __init__(self, like: Any, capacity: int) -> None:
-        self._form = form_of(like)
         self._tree = mapped(lambda leaf: _empty(leaf, capacity), like)
         sizes: list[int] = []
         mapped(lambda leaf: sizes.append(_row_bytes(leaf)), like)
         self.row_bytes = sum(sizes)
         """Bytes of a row."""
-
-    def holds(self, tree: Any) -> bool:
-        """Whether a tree has the form of what is kept."""
-        return form_of(tree) == self._form
 
     def put(self, slots: Slots, tree: Any) -> None:
         """Keep rows."""
@@ -294,6 +309,15 @@ def form_of(tree: Any, path: str = "") -> dict[str, str]:
     if _is_list(tree):
         return {path: "text"}
     return {path: f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape[1:])}"}
+
+
+def quick_form_of(tree: Any) -> Hashable:
+    """What two trees of rows that are kept together have in common."""
+    if isinstance(tree, dict):
+        return tuple([(key, quick_form_of(tree[key])) for key in sorted(tree)])
+    if isinstance(tree, (list, tuple)):
+        return None if tree and is_row_list(tree) else tuple([quick_form_of(child) for child in tree])
+    return tree.dtype, tree.shape[1:]
 
 
 def _is_list(leaf: Any) -> bool:

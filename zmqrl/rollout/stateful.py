@@ -61,7 +61,7 @@ class Memory(NamedTuple):
         keys = [joined_keys[i : i + 16] for i in range(0, len(joined_keys), 16)]
         if len(set(keys)) < rows:
             raise DecodeError("two rows of a request have the same memory.key")
-        if memory["step"].min(initial=0) < 0:
+        if (memory["step"] < 0).any():
             raise DecodeError("memory.step is below 0")
         state = memory.get("state")
         if state is not None and rows_of(state) != rows:
@@ -101,6 +101,9 @@ _FIELDS: tuple[tuple[str, type, tuple[int, ...]], ...] = (
 )
 
 
+_NO_ROWS = np.zeros(0, np.int64)
+
+
 class Recall(Protocol):
     """What is remembered of the rows of a batch, from before the call until its replies are made."""
 
@@ -138,9 +141,12 @@ class States:
         Raises:
             ValueError, KeyError, TypeError: The states that they carry differ in structure after all.
         """
-        keys = [key for memory in memories for key in memory.keys]
-        steps = np.concatenate([memory.steps for memory in memories])
-        reset = np.concatenate([memory.reset for memory in memories])
+        if len(memories) == 1:
+            keys, steps, reset, _ = memories[0]
+        else:
+            keys = [key for memory in memories for key in memory.keys]
+            steps = np.concatenate([memory.steps for memory in memories])
+            reset = np.concatenate([memory.reset for memory in memories])
         if self._bank is not None:
             return _Kept(self._bank, keys, steps, reset)
         states = [memory.state for memory in memories]
@@ -156,13 +162,21 @@ class _Kept:
         self._steps = steps
         self._found: Found = bank.find(keys, steps, reset)
         self.lost = self._found.lost
-        self._fresh = np.flatnonzero(reset & ~self._found.repeated)
-        self._again = np.flatnonzero(self._found.repeated)
+        self._goes_on = not (reset.any() or self._found.repeated.any())
+        """Whether no row needs another treatment than the others."""
+        self._fresh = self._again = _NO_ROWS
+        if not self._goes_on:
+            self._fresh = np.flatnonzero(reset & ~self._found.repeated)
+            self._again = np.flatnonzero(self._found.repeated)
+        self._padding = 0
         self._result: tuple[Any, int, Any] = ({}, 0, None)
 
     def state(self, policy: Any, padding: int) -> Any:
         count, fresh = len(self._keys), self._fresh
-        if len(fresh) == count:
+        self._padding = padding
+        if self._goes_on:
+            state = self._bank.states(self._found.slots)
+        elif len(fresh) == count:
             state = mapped(copied, initial_state(policy, count))
         else:
             slots = self._found.slots
@@ -196,9 +210,10 @@ class _Kept:
         output, version, state = self._result
         count = len(self._keys)
         if len(self._again) == 0:
-            whole = slice(0, count)
-            parts = [mapped(lambda leaf: leaf[whole], tree) for tree in (output, state)]
-            self._bank.keep(self._keys, self._steps, version, *parts)
+            if self._padding:
+                output, state = (mapped(lambda leaf: leaf[:count], tree) for tree in (output, state))
+            slots = self._found.slots if self._goes_on else None
+            self._bank.keep(self._keys, self._steps, version, output, state, slots)
             return
         run = np.flatnonzero(~self._found.repeated)
         if len(run):
@@ -260,10 +275,10 @@ def check_state(state: Any, before: Any, rows: int) -> None:
     Raises:
         PolicyOutputError: It is no tree of the same form with so many rows; says where.
     """
+    if _is_alike(state, before):
+        return
     mapped(lambda leaf: _check_rows(leaf, rows, "new state"), state)
     form, initial = form_of(state), form_of(before)
-    if form == initial:
-        return
     for path in [*initial, *form]:
         here, there = form.get(path), initial.get(path)
         if here != there:
@@ -271,6 +286,17 @@ def check_state(state: Any, before: Any, rows: int) -> None:
                 f"the policy's new state has {here or 'nothing'} {_at(path)}, but it was given one with "
                 f"{there or 'nothing'} there"
             )
+
+
+def _is_alike(state: Any, before: Any) -> bool:
+    """Whether two states are of one form and as many rows."""
+    if type(state) is not type(before):
+        return False
+    if isinstance(state, dict):
+        return state.keys() == before.keys() and all(_is_alike(state[k], before[k]) for k in state)
+    if isinstance(state, (list, tuple)):
+        return len(state) == len(before) and all(map(_is_alike, state, before))
+    return bool(hasattr(state, "dtype") and state.dtype == before.dtype and state.shape == before.shape)
 
 
 def _check_rows(leaf: Any, rows: int, what: str) -> None:
