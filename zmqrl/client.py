@@ -7,20 +7,24 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Dict, Optional, Union
 
-from zmqrl.connection import Connection, Request
-from zmqrl.errors import ClientClosed, ClientInUse, EncodeError
+from zmqrl.asking import (
+    checked_mode,
+    checked_name,
+    checked_place,
+    checked_timeout,
+    encoded_observation,
+    request_of,
+)
+from zmqrl.connection import Connection
+from zmqrl.errors import ClientClosed, ClientInUse
+from zmqrl.memory import Memory
 from zmqrl.pending import Pending
 from zmqrl.transport import sockets
-from zmqrl.transport.codec import encode
-from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, MAX_FRAMES, Header, Op, policy_id_of
 from zmqrl.transport.security import Keys
-from zmqrl.transport.tree import rows_of, with_axis, without_axis
+from zmqrl.transport.tree import with_axis, without_axis
 
 if TYPE_CHECKING:
     from zmqrl.recording import Recording
-
-
-_INFER = int(Op.INFER)  # a member of an enum costs at every look, and to pack
 
 
 class PolicyClient:
@@ -78,16 +82,10 @@ class PolicyClient:
         keys: Union[str, os.PathLike[str], None] = None,
     ) -> None:
         self.endpoint = endpoint or sockets.local_endpoint("frontend")
-        self.timeout = _checked_timeout(timeout)
-        if (rank is None) != (world_size is None):
-            raise ValueError("give rank and world_size together")
-        if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in 0 … world_size - 1 ({world_size - 1})")
-        if name is not None and not (0 < len(name) <= 200 and name.isprintable()):
-            raise ValueError(f"a name has 1 to 200 printable characters, not {name!r}")
-        self.mode = _checked_mode(mode)
-        self.name = name or f"client-{os.urandom(4).hex()}"
-        self._place = {} if rank is None else {"rank": rank, "world_size": world_size}
+        self.timeout = checked_timeout(timeout)
+        self._place = checked_place(rank, world_size)
+        self.name = checked_name(name) or f"client-{os.urandom(4).hex()}"
+        self.mode = checked_mode(mode)
         self._max_message_mb = max_message_mb
         self._keys = None if keys is None else Keys.load(keys, "client")
         # Later processes of one name have larger numbers; a fork and a rebuilt socket keep theirs.
@@ -115,6 +113,8 @@ class PolicyClient:
         mode: Optional[str] = None,
         timeout: Optional[float] = None,
         copy: bool = True,
+        reset: Any = None,
+        ids: Any = None,
     ) -> Dict[str, Any]:
         """Actions for a batch of observations.
 
@@ -123,6 +123,9 @@ class PolicyClient:
             mode: `train` for sampled actions, `eval` for deterministic ones; None for the client's own.
             timeout: Seconds; None for the client's own.
             copy: False promises that the arrays do not change until this returns.
+            reset: For a policy with memory: truth values [N], or one for all; True in rows whose
+                observation begins an episode.
+            ids: With `reset`: int [N], which env of this client each row is; None for 0 … N - 1.
 
         Returns:
             The policy's output; `actions` [N, ...] and whatever else it returns.
@@ -133,12 +136,18 @@ class PolicyClient:
             AuthenticationFailed: It does not let this client's key in, or the other way round.
             PolicyTimeout: The broker did, but no reply came within the timeout.
             PolicyError: The policy failed on this observation; has the remote traceback.
+            StateLost: The pool has lost the state of some rows, which must begin an episode.
             ClientError: Another of its kinds, see `zmqrl.errors`.
         """
-        return _waited_for(self.submit(observation, mode, timeout, copy))
+        return _waited_for(self.submit(observation, mode, timeout, copy, reset=reset, ids=ids))
 
     def infer_one(
-        self, observation: Any, mode: Optional[str] = None, timeout: Optional[float] = None
+        self,
+        observation: Any,
+        mode: Optional[str] = None,
+        timeout: Optional[float] = None,
+        reset: Optional[bool] = None,
+        ids: Any = None,
     ) -> Dict[str, Any]:
         """Actions for a single observation that has no batch axis.
 
@@ -146,6 +155,8 @@ class PolicyClient:
             observation: A tree; arrays [...], scalars and str.
             mode: As in `infer`.
             timeout: As in `infer`.
+            reset: For a policy with memory: whether the observation begins an episode.
+            ids: With `reset`: the number of the env of this client; None for 0.
 
         Returns:
             The policy's output without its first axis; `actions` [...].
@@ -153,7 +164,7 @@ class PolicyClient:
         Raises:
             ClientError, EncodeError: As `infer`.
         """
-        pending = self.submit(with_axis(observation), mode, timeout)
+        pending = self.submit(with_axis(observation), mode, timeout, reset=reset, ids=ids)
         pending.single = True
         return {key: without_axis(value) for key, value in _waited_for(pending).items()}
 
@@ -166,6 +177,8 @@ class PolicyClient:
         stage: int = 0,
         policy: str = "",
         version: int = 0,
+        reset: Any = None,
+        ids: Any = None,
     ) -> Pending:
         """Send a batch of observations without waiting; arguments as for `infer`.
 
@@ -177,60 +190,55 @@ class PolicyClient:
             stage: The pipeline stage, for an env worker that steps several groups of envs in turn.
             policy: The name of the policy that is asked; empty for the pool's own.
             version: Of the weights that must answer; 0 for the newest.
+            reset: As in `infer`; of an env only one request can be under way.
+            ids: As in `infer`; each stage has envs of its own.
 
         Raises:
             EncodeError, ClientInUse, ClientClosed: At once.
             LearnerUnreachable, LearnerTimeout, LearnerRefused: With a learner, which lets trajectories
                 begin when it wants more: at the latest after `timeout`.
             TrainingEnded: It wants no more.
-            ValueError: The rows are not those of `envs`.
+            ValueError: The rows are not those of `envs`, or `reset` or `ids` cannot be.
         """
-        chosen = self.mode if mode is None else _checked_mode(mode)
-        seconds = self.timeout if timeout is None else _checked_timeout(timeout)
+        chosen = self.mode if mode is None else checked_mode(mode)
+        seconds = self.timeout if timeout is None else checked_timeout(timeout)
         # Copied once: here, or into shared memory.
         borrowed = copy and self._connection.shares_memory
-        encoded = encode(observation, copy and not borrowed)
-        rows = rows_of(observation) if encoded.rows is None else encoded.rows
-        if self._rows is not None and rows != self._rows and not policy:
-            raise ValueError(
-                f"the observation has {rows} rows, but envs has {self._rows} simulators; infer_one() "
-                "takes an observation that has no batch axis"
-            )
-        if rows == 0:
-            raise EncodeError("the observation has no rows: there is nothing to act on")
-        size = len(encoded.meta) + sum(map(len, encoded.buffers))
-        if size > (self._max_message_mb << 20) - HEADER_SIZE:
-            raise EncodeError(
-                f"the observation has {size / 2**20:.1f} MiB; max_message_mb is {self._max_message_mb}"
-            )
-        if len(encoded.buffers) > MAX_FRAMES:
-            raise EncodeError(
-                f"the observation has {len(encoded.buffers)} large arrays; {MAX_FRAMES} go"
-            )
+        simulators = None if policy else self._rows
         if not 0 <= stage < 256:
             raise ValueError(f"stage must be in 0 … 255, not {stage!r}")
+        ask, tree = None, observation
+        if reset is not None:
+            with self._exclusive():
+                ask = self._memory.ask(observation, reset, ids, stage, policy)
+            tree = ask.tree
+        parts, rows = encoded_observation(tree, copy and not borrowed, simulators, self._max_message_mb)
         deadline = time.monotonic() + seconds
         recorded = self._recording is not None and chosen == "train" and not policy
         with self._exclusive() as connection:
             if self._recording is not None and recorded:
+                if ask is not None and ask.lost:
+                    self._recording.abandon(stage)
                 self._recording.asked(stage, observation)
                 if self._place and not self._recording.may_begin(stage):
                     # In normal mode others must not wait at a barrier for what may not be asked.
                     connection.rest(stage)
                 self._recording.wait_to_begin(stage, deadline)
-            header = Header(
-                _INFER,
-                flags=(FLAG_EVAL if chosen == "eval" else 0) | connection.flags,
-                request_id=self._next_id,
-                stage=stage,
-                frames=len(encoded.buffers),
-                rows=rows,
-                signature=encoded.signature,
-                policy_id=policy_id_of(policy),
-                policy_version=version,
+            request = request_of(
+                parts,
+                rows,
+                deadline,
+                borrowed,
+                self._next_id,
+                chosen,
+                connection.flags | (0 if ask is None else ask.flags),
+                stage,
+                policy,
+                version,
             )
             self._next_id += 1
-            request = Request(header, encoded.meta, encoded.buffers, deadline, borrowed)
+            if ask is not None:
+                ask.sent(request)
             connection.start(request)
             pending = Pending(self._exclusive, connection, request)
             if recorded:
@@ -354,6 +362,7 @@ class PolicyClient:
         }
         self._connection = Connection(self.endpoint, {**introduction, **self._place}, self._keys)
         self._turn = _Turn(self._connection)
+        self._memory = Memory()
         if self._record_to is not None:
             self._latest = {}
             from zmqrl.recording import Recording  # most clients record nothing
@@ -400,18 +409,6 @@ def _waited_for(pending: Pending) -> Dict[str, Any]:
     except BaseException:
         pending.cancel()  # nobody waits for it any more
         raise
-
-
-def _checked_timeout(timeout: float) -> float:
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < 1e7:
-        raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
-    return float(timeout)
-
-
-def _checked_mode(mode: str) -> str:
-    if mode not in ("train", "eval"):
-        raise ValueError(f"mode must be 'train' or 'eval', not {mode!r}")
-    return mode
 
 
 def _action_space_of(envs: Any) -> Any:

@@ -116,7 +116,7 @@ def test_actions_and_bounds_have_spaces() -> None:
 
 
 def test_dm_controls_cartpole_plays_the_same_episodes_from_the_same_seeds(pool: Pool) -> None:
-    pytest.importorskip("dm_control", reason="dm_control, which needs a newer MuJoCo, is not installed")
+    pytest.importorskip("dm_control", reason="dm_control is not installed")
     pool.start(policy="Noop", size=1)
     common = (
         "env.factory=dm_control.suite:load",

@@ -150,3 +150,10 @@ def test_an_own_factory_hands_the_seed_on(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match=r"give the factory an argument seed"):
         shard.reset()
     shard.close()
+
+
+def test_a_policy_keeps_the_memories_of_the_rows_apart(pool: Pool) -> None:
+    pool.start(policy="Continues")
+    worker = env_worker(pool, *CARTPOLE, "env.eval={total_num_envs: 6, rollout_epoch: 5}")
+    assert worker.run()
+    assert len(worker.reporter.episodes) == 30
