@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from zmqrl.env.making import make_shard
 from zmqrl.env.orders import Order, Orders
 from zmqrl.env.rewards import RewardRequests
 from zmqrl.env.stage import Stage
-from zmqrl.errors import EnvironmentFailure, TrainingEnded
+from zmqrl.errors import ClientError, EnvironmentFailure, TrainingEnded, ZmqrlError
 from zmqrl.process import StopSignal
 from zmqrl.recording import Recording
 from zmqrl.telemetry.report import Report, Reporter
@@ -26,6 +26,8 @@ from zmqrl.transport import sockets
 from zmqrl.transport.rows import not_finite
 
 log = logging.getLogger(__name__)
+
+_Error = TypeVar("_Error", bound=ZmqrlError)
 
 _LOOK_EVERY = 0.25
 """Seconds after which a wait looks whether it should go on."""
@@ -110,6 +112,8 @@ class EnvWorker:
                 self._play_on_demand(self._orders)
             self._warn_of_a_success_key_that_never_came()
             return self.report.finished
+        except (EnvironmentFailure, ClientError) as error:
+            raise _with_name(error, self.name)
         finally:
             self._close()
 
@@ -373,7 +377,10 @@ class EnvWorker:
                 seed_of = _Seeds(section.seed, first, total)
                 self._seeds.append(seed_of)
             filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
-            shard = make_shard(config.env, mode, rows, seed_of, filmed)
+            try:
+                shard = make_shard(config.env, mode, rows, seed_of, filmed)
+            except EnvironmentFailure as error:
+                raise _with_name(error, self.name)
             stages.append(Stage(shard, index, first, quota))
             first += rows
         return stages
@@ -408,6 +415,12 @@ class _Seeds:
     def restart(self) -> None:
         """Begin with the first episodes again."""
         self._begun.clear()
+
+
+def _with_name(error: _Error, name: str) -> _Error:
+    """The same error, whose words begin with the env worker that it happened to."""
+    error.args = (f"{name}: {error}", *error.args[1:])
+    return error
 
 
 def _no_seed(row: int) -> None:
