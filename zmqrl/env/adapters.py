@@ -82,6 +82,7 @@ class ShardEnv:
 
     Attributes:
         num_envs: The number of rows, N.
+        vector_env: The simulators.
         name: What errors call the simulator.
         single_action_space: The action space of one row.
         autoreset_mode: How the vector env begins the next episode of a row.
@@ -129,7 +130,7 @@ class ShardEnv:
         )
         self.seeds_every_episode = self.autoreset_mode is AutoresetMode.DISABLED
         self.before_reset: Callable[[], None] = lambda: None
-        self._vector_env = vector_env
+        self.vector_env = vector_env
         self._base: Any = vector_env.unwrapped
         self._seed_of = seed_of
         self._success_keys = (success_key,) if success_key else ("success", "is_success")
@@ -202,7 +203,7 @@ class ShardEnv:
         self._draw_seeds(self._resets_next)
         with self._guard("step"):
             start = time.perf_counter()
-            observation, reward, terminated, truncated, infos = self._vector_env.step(actions)
+            observation, reward, terminated, truncated, infos = self.vector_env.step(actions)
             seconds = time.perf_counter() - start
             step = Step(
                 observation=self._observations.of_step(observation, infos),
@@ -244,7 +245,7 @@ class ShardEnv:
             self._base.closed = True
             return
         with self._guard("close"):
-            self._vector_env.close()
+            self.vector_env.close()
 
     def _end_episodes(self, step: Step, done: Rows, infos: dict[str, Any]) -> None:
         match self.autoreset_mode:
@@ -266,7 +267,7 @@ class ShardEnv:
         seeds = self._draw_seeds(rows)
         self.before_reset()
         with self._guard("reset"):
-            observation, infos = self._vector_env.reset(seed=seeds, options=options)
+            observation, infos = self.vector_env.reset(seed=seeds, options=options)
             return self._observations.of_reset(observation, infos, before, rows)
 
     def _draw_seeds(self, rows: Rows) -> Any:

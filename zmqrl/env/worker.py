@@ -113,7 +113,7 @@ class EnvWorker:
             self._warn_of_a_success_key_that_never_came()
             return self.report.finished
         except (EnvironmentFailure, ClientError) as error:
-            raise _with_name(error, self.name)
+            raise _with_name(error, self.name) from error.__cause__
         finally:
             self._close()
 
@@ -380,7 +380,7 @@ class EnvWorker:
             try:
                 shard = make_shard(config.env, mode, rows, seed_of, filmed)
             except EnvironmentFailure as error:
-                raise _with_name(error, self.name)
+                raise _with_name(error, self.name) from error.__cause__
             stages.append(Stage(shard, index, first, quota))
             first += rows
         return stages
