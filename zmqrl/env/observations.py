@@ -117,6 +117,7 @@ class Observations:
             self._look_at_bounds(tree)
         if self._more:
             self._is_dict = isinstance(tree, dict)
+            self._look_for_doubles(tree)
             further = {
                 key: self._info(infos, key, where, None if before is None else before[key], rows)
                 for key in self._info_keys
@@ -135,11 +136,13 @@ class Observations:
         if not self._more:
             return tree
         tree = tree if self._is_dict else {"observation": tree}
-        double = [key for key in self._more if key in tree]
-        if double:
-            key = "env.task_description" if double[0] == TASK else "env.info_keys"
-            raise ConfigError(f"{key}: the observation of {self._name} has a {double[0]!r} of its own")
         return {**tree, **{key: further[key] for key in self._more}}
+
+    def _look_for_doubles(self, tree: Tree) -> None:
+        for key in self._more:
+            if key in (tree if self._is_dict else ("observation",)):
+                option = "env.task_description" if key == TASK else "env.info_keys"
+                raise ConfigError(f"{option}: the observation of {self._name} has a {key!r} of its own")
 
     def _info(self, infos: Mapping[str, Any], key: str, where: str, others: Any, rows: Any) -> Tree:
         """The info `key` of each row; of those that `rows` leaves out, what `others` has."""
