@@ -78,6 +78,44 @@ class Scattered(gymnasium.Env[Any, Any]):
         self.action_space = within if where == "action" else number
 
 
+class Mission(spaces.Space[str]):
+    """A space of its own, as MiniGrid's missions are."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mission)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class OnAMission(gymnasium.Env[dict[str, Any], int]):
+    """Tells its step in text of a space of its own."""
+
+    observation_space = spaces.Dict(
+        {"mission": Mission(), "image": spaces.Box(0, 255, (4, 4), np.uint8)}
+    )
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.count = 0
+        return self._shown(), {}
+
+    def step(self, action: int) -> Any:
+        self.count += 1
+        return self._shown(), 0.0, self.count == 2, False, {}
+
+    def _shown(self) -> dict[str, Any]:
+        return {"mission": f"step {self.count}", "image": np.full((4, 4), self.count, np.uint8)}
+
+
 class Rewards(gymnasium.Env[np.ndarray, np.ndarray]):
     """Ends after two steps; its rewards and flags are what `form` says."""
 

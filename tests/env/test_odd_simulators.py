@@ -99,6 +99,16 @@ def test_an_observation_that_leaves_its_space_is_said_once(
     assert "odd: observation 'x'[1] is 3.0 in row 1, outside the declared [-1.0, 1.0]" in said[0]
 
 
+@BOTH
+def test_a_simulator_may_have_spaces_of_its_own(make: Make, vectorization: str) -> None:
+    shard = make("OnAMission", vectorization=vectorization)
+    assert shard.reset()["mission"] == ["step 0", "step 0"]
+    steps = [shard.step(np.array([0, 1])) for _ in range(2)]
+    assert steps[0].observation["mission"] == ["step 1", "step 1"]
+    assert steps[1].final_observation["mission"] == ["step 2", "step 2"]
+    assert steps[1].observation["image"].max() == 0
+
+
 class Batched(VectorEnv[Any, Any, Any]):
     """A ready vector env of two rows, which shows what it is told to."""
 

@@ -97,6 +97,8 @@ def _first(pictures: Any) -> np.ndarray:
     """The picture of the first row."""
     if isinstance(pictures, (list, tuple)):
         pictures = pictures[0]
+    if pictures is None:
+        raise ValueError("render() gave no picture")
     picture = np.asarray(on_cpu(pictures))
     if picture.ndim == 4:
         picture = picture[0]
