@@ -103,11 +103,11 @@ def _into_box(box: spaces.Box, actions: Array, path: str, rescale: bool, clip: b
         actions, clip = low + (actions + 1.0) / 2.0 * (high - low), True
     if actions.dtype.kind == "f" and np.issubdtype(box.dtype, np.integer):
         actions = np.rint(actions)
-    within = _within(actions, box.low, box.high, str(box), path, clip)
+    within = _within(actions, box.low, box.high, box, path, clip)
     return within.astype(box.dtype, copy=False)
 
 
-def _within(actions: Array, low: Any, high: Any, bounds: str, path: str, clip: bool) -> Array:
+def _within(actions: Array, low: Any, high: Any, bounds: object, path: str, clip: bool) -> Array:
     outside = (actions < low) | (actions > high)
     if not outside.any():
         return actions

@@ -63,6 +63,8 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: Env) -> None:
         super().__init__(env)
         self.zmqrl_row = 0
+        # Gymnasium looks for a wrapper's space anew each time that it is asked.
+        self._space = env.observation_space
         check_batchable(str(env), env.observation_space, env.action_space)
 
     def reset(
@@ -116,7 +118,7 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
             return None
 
     def _check(self, observation: Any, info: Any) -> None:
-        problem = misfit(self.env.observation_space, observation, "observation")
+        problem = misfit(self._space, observation, "observation")
         if problem:
             raise _Odd(problem)
         if not isinstance(info, dict):
@@ -138,6 +140,12 @@ def misfit(space: spaces.Space[Any], observation: Any, path: str) -> str:
 
     Structure, shapes, and kinds of dtypes are looked at, not bounds.
     """
+    if (
+        isinstance(observation, np.ndarray)
+        and observation.shape == space.shape
+        and observation.dtype == space.dtype
+    ):
+        return ""  # as most are; what follows takes longer
     if isinstance(space, spaces.Dict):
         if not isinstance(observation, Mapping):
             return f"{path} is a {type(observation).__name__}, not a dict"
@@ -170,7 +178,7 @@ def misfit(space: spaces.Space[Any], observation: Any, path: str) -> str:
 
 def _number(what: str, value: Any) -> Any:
     """The one number of a reward or a flag."""
-    if type(value) in (bool, float):
+    if isinstance(value, (float, bool, np.bool_, np.number)):
         return value
     array = np.asarray(on_cpu(value))
     if array.size != 1 or array.dtype.kind not in "biuf":
