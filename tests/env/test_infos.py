@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import TESTS
-from odd_sims import same
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from odd_sims import Told, same
 
 from zmqrl.config import EnvConfig
 from zmqrl.env.adapters import ShardEnv
@@ -121,6 +124,51 @@ def test_an_info_that_is_not_there_is_an_error_that_names_it(
 
     with pytest.raises(EnvironmentFailure, match=words):
         run()
+
+
+@pytest.mark.parametrize("autoreset_mode", AutoresetMode)
+def test_a_ready_vector_env_tells_infos_too(autoreset_mode: AutoresetMode) -> None:
+    ready = SyncVectorEnv([Told, Told], autoreset_mode=autoreset_mode)
+    shard = ShardEnv(ready, info_keys=["number", "deep"])
+    tree = shard.reset()
+    for _ in range(7):
+        assert tree["number"].tolist() == tree["observation"][:, 0].tolist()
+        assert tree["deep"]["word"] == [f"deep {number}" for number in tree["number"]]
+        tree = shard.step(np.array([0, 1])).observation
+    shard.close()
+
+
+class Plain(VectorEnv[Any, Any, Any]):
+    """Tells its infos without the masks of Gymnasium's own vector envs, and rewrites them."""
+
+    num_envs = 2
+    single_observation_space = spaces.Discrete(1000)
+    single_action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+        self.count = torch.zeros(2, dtype=torch.int64)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.count[(options or {}).get("reset_mask", np.ones(2, bool))] = 0
+        return self.count.numpy(), {"count": self.count, "said": ["reset", "reset"]}
+
+    def step(self, actions: Any) -> Any:
+        self.count += torch.tensor([1, 2])
+        over = (self.count >= 4).numpy()
+        said = ["step", "step"]
+        return self.count.numpy(), [0, 0], over, [0, 0], {"count": self.count, "said": said}
+
+
+def test_infos_may_be_tensors_and_lists_without_masks() -> None:
+    shard = ShardEnv(Plain(), info_keys=["count", "said"])
+    first = shard.reset()
+    steps = [shard.step(np.array([0, 1])) for _ in range(2)]
+    assert first["count"].tolist() == [0, 0], "what was given is not rewritten"
+    assert steps[1].observation["count"].tolist() == [2, 0]
+    assert steps[1].observation["said"] == ["step", "reset"]
+    assert steps[1].final_observation["count"].tolist() == [2, 4]
+    assert steps[1].final_observation["said"] == ["step", "step"]
 
 
 def test_a_key_that_the_observation_has_already_is_refused(make: Make) -> None:

@@ -159,6 +159,12 @@ def test_an_env_worker_films_its_evaluation(pool: Pool, vectorization: str) -> N
     assert len(frames_of(film, 64, 96)) == 11
 
 
+def test_without_save_video_nothing_is_filmed(pool: Pool) -> None:
+    pool.start(policy="Balance")
+    assert video_worker(pool, "sync", "env.eval.save_video=false").run()
+    assert not list(pool.folder.rglob("*.mp4"))
+
+
 def video_worker(pool: Pool, vectorization: str, *overrides: str) -> EnvWorker:
     loaded = config.load(
         None,

@@ -62,7 +62,9 @@ def make_shard(
         info_keys=config.info_keys,
         task_description=config.task_description,
     )
-    if filmed and shard.film is None:
+    if not filmed:
+        shard.film = None
+    elif shard.film is None:
         log.warning("%s does not render (render_mode rgb_array), so there is no video", name)
     if config.of_mode(mode).use_fixed_reset_state_ids and not shard.seeds_every_episode:
         shard.close()
