@@ -197,7 +197,7 @@ class Painter(gymnasium.Env[np.ndarray, int]):
     """Renders its steps: a picture that gets redder, and blue in other rows than the first made."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 10}
-    observation_space = spaces.Box(-1, 1, (1,), np.float32)
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
     action_space = spaces.Discrete(2)
 
     def __init__(self, length: int = 10, render_mode: str | None = None, broken: bool = False) -> None:
@@ -207,11 +207,11 @@ class Painter(gymnasium.Env[np.ndarray, int]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.count = 0
-        return np.zeros(1, np.float32), {}
+        return np.zeros(2, np.float32), {}
 
     def step(self, action: int) -> Any:
         self.count += 1
-        return np.zeros(1, np.float32), 1.0, self.count == self.length, False, {}
+        return np.zeros(2, np.float32), 1.0, self.count == self.length, False, {}
 
     def render(self) -> Any:
         if self.broken:

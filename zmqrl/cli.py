@@ -245,5 +245,9 @@ def _show_cause(error: BaseException) -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    # The last line is what a launcher passes on: a traceback that came along stands before it.
+    words, _, trace = message.partition("\n\n")
+    if trace:
+        print(trace.rstrip(), file=sys.stderr)
+    print(f"error: {words}", file=sys.stderr)
     return code
