@@ -67,13 +67,13 @@ class Partial(Rows):
         self.begin(ids)
         if seed is not None and options is not None:
             self.state[ids, 1] = seed
-        return self.observation(), {}
+        return self.observation(), {"half": self.state[:, 0] / 2}
 
     def step(self, actions: torch.Tensor) -> Any:
         assert (self.state[:, 0] < self.lengths.clamp(max=self.limit)).all(), "stepped past its end"
         ended, cut = self.advance(actions)
         reward = torch.ones(self.num_envs, 1, dtype=torch.bfloat16, requires_grad=True) * 2
-        info = {"success": ended.clone()}
+        info = {"success": ended.clone(), "half": self.state[:, 0] / 2}
         return self.observation(), reward, ended[:, None].to(torch.uint8), cut, info
 
 

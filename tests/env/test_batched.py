@@ -195,3 +195,12 @@ def test_the_vector_env_that_an_id_is_registered_with_plays_whole_episodes(pool:
     )
     assert worker.run()
     assert [episode.length for episode in worker.reporter.episodes] == [30] * 8
+
+
+def test_infos_that_the_policy_wants_are_those_of_the_observation():
+    shard = shard_of("Partial", info_keys=["half"])
+    shard.reset()
+    for _ in range(3):
+        step = shard.step(act())
+    assert step.observation["half"].tolist() == [0, 1.5, 1.5]
+    assert step.final_observation["half"].tolist() == [1.5, 1.5, 1.5]

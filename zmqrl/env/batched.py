@@ -84,20 +84,20 @@ class BatchedEnv(VectorEnv[Any, Any, Any]):
         """
         mask = (options or {}).get("reset_mask")
         if mask is None:
-            observation = self._reset_all()
+            observation, infos = self._reset_all()
             mask = np.ones(self.num_envs, np.bool_)
             merged = _host(observation, copied=True)
         else:
-            merged = _host(self._last, copied=True)
+            merged, infos = _host(self._last, copied=True), {}
         seeds = [None] * self.num_envs if seed is None else seed
         seeded = [row for row in np.flatnonzero(mask) if seeds[row] is not None]
         if seeded and self._mode is AutoresetMode.DISABLED:
             for row in seeded:
-                self._reset_rows(np.arange(self.num_envs) == row, seeds[row], merged)
+                infos = self._reset_rows(np.arange(self.num_envs) == row, seeds[row], merged)
         elif options is not None:
-            self._reset_rows(mask, None, merged)
+            infos = self._reset_rows(mask, None, merged)
         self._last = merged
-        return merged, {}
+        return merged, infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Step all rows."""
@@ -136,21 +136,21 @@ class BatchedEnv(VectorEnv[Any, Any, Any]):
 
     # -- Resets
 
-    def _reset_all(self) -> Any:
+    def _reset_all(self) -> tuple[Any, dict[str, Any]]:
         kwargs = {}
         if self._last is None and "seed" in self._parameters:
             # Without one some of them begin with the same episodes in every process.
             kwargs["seed"] = secrets.randbelow(2**31)
-        observation = _first(self._env.reset(**kwargs))
+        observation, infos = _observation_and_infos(self._env.reset(**kwargs))
         tensor = _any_tensor(observation)
         if tensor is not None:
             import torch
 
             self._torch = torch
             self._device = tensor.device if self._device is None else self._device
-        return observation
+        return observation, infos
 
-    def _reset_rows(self, mask: Rows, seed: int | None, into: Tree) -> None:
+    def _reset_rows(self, mask: Rows, seed: int | None, into: Tree) -> dict[str, Any]:
         ids: Any = np.flatnonzero(mask)
         given: Any = mask
         if self._torch is not None:
@@ -160,13 +160,15 @@ class BatchedEnv(VectorEnv[Any, Any, Any]):
             kwargs = next(({name: value} for name in names if name in self._parameters), kwargs)
         if seed is not None:
             kwargs["seed"] = int(seed)
-        observation = _host(_first(self._env.reset(**kwargs)), copied=False)
+        given_back, infos = _observation_and_infos(self._env.reset(**kwargs))
+        observation = _host(given_back, copied=False)
         if mask.sum() < self.num_envs and _others_changed(into, observation, mask):
             self._warn(
                 f"a reset of single rows of {self._name} changed the observations of all others, too; "
                 "does it reset those? If it resets by itself, set env.autoreset_mode to same_step"
             )
         _put(into, observation, mask)
+        return infos
 
     def _final(self, observation: Tree, infos: dict[str, Any], done: Rows) -> Tree:
         """The observations of the rows that are done when they ended; of the others any."""
@@ -246,11 +248,11 @@ def _attribute(env: Any, name: str) -> Any:
     return getattr(env, name, None)
 
 
-def _first(answer: Any) -> Any:
-    """The observation of what `reset` returned: it alone, or it and infos or None."""
+def _observation_and_infos(answer: Any) -> tuple[Any, dict[str, Any]]:
+    """What `reset` returned: an observation, or one and infos, or one and None."""
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], (Mapping, type(None))):
-        return answer[0]
-    return answer
+        return answer[0], dict(answer[1] or {})
+    return answer, {}
 
 
 def _any_tensor(tree: Any) -> Any:
