@@ -28,7 +28,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from zmqrl.env import wrappers
+from zmqrl.env import chunks, wrappers
 from zmqrl.env.conversion import (
     Tree,
     actions_for,
@@ -50,15 +50,17 @@ class Step:
 
     Attributes:
         observation: Tree of `[N, ...]`: what to act on next. It owns its memory.
-        reward: float64 `[N]`.
+        reward: float64 `[N]`; of chunks of actions `[N, k]`, 0 in sub-steps after an episode's end.
         terminated: bool `[N]`.
         truncated: bool `[N]`.
         final_observation: Tree of `[N, ...]` whose finished rows hold the observation in which the
             episode ended; None when no row has finished.
         success: bool `[N]`, of the final step where a row has finished; None while the simulator has
             reported no success key.
+        succeeded: The same, of any sub-step of a chunk; without chunks it is `success`.
         valid: bool `[N]`. False where the vector env spent the step on a reset: the row's action was
-            not used, its reward is 0, and it is no transition.
+            not used, its reward is 0, and it is no transition. Of chunks `[N, k]`; False in sub-steps
+            after an episode's end.
         step_seconds: Seconds in the simulator's step (with its resets, where it resets by itself).
         reset_seconds: Seconds in resets of finished rows; 0 when there were none.
     """
@@ -69,6 +71,7 @@ class Step:
     truncated: Rows
     final_observation: Tree | None
     success: Rows | None
+    succeeded: Rows | None
     valid: Rows
     step_seconds: float
     reset_seconds: float
@@ -92,6 +95,7 @@ class ShardEnv:
         seeds_every_episode: Whether each episode begins with its seed. A vector env that resets by
             itself takes seeds in `reset` only.
         before_reset: Called before rows are reset here.
+        between_steps: Called between the sub-steps of a chunk.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class ShardEnv:
         name: str | None = None,
         success_key: str | None = None,
         rescale_actions: bool = False,
+        action_chunks: chunks.Chunks | None = None,
     ) -> None:
         """Wrap a ready vector env, which the shard then owns.
 
@@ -113,6 +118,7 @@ class ShardEnv:
             name: What errors call the simulator.
             success_key: The key of infos that tells success; None for `success`, then `is_success`.
             rescale_actions: Map actions from [-1, 1] to the Box.
+            action_chunks: If the policy gives several actions at once.
 
         Raises:
             ConfigError: `rescale_actions` without a bounded Box.
@@ -125,6 +131,7 @@ class ShardEnv:
         )
         self.seeds_every_episode = self.autoreset_mode is AutoresetMode.DISABLED
         self.before_reset: Callable[[], None] = lambda: None
+        self.between_steps: Callable[[], None] = lambda: None
         self._vector_env = vector_env
         self._base: Any = vector_env.unwrapped
         self._seed_of = seed_of
@@ -135,7 +142,9 @@ class ShardEnv:
         self._copy = getattr(self._base, "copy", None) is not True
         self._resets_next = np.zeros(self.num_envs, np.bool_)
         self._failed = False
+        self._chunks = action_chunks
         space = self.single_action_space
+        self._action_space = action_chunks.space(space) if action_chunks else space
         if rescale_actions and not (isinstance(space, spaces.Box) and space.is_bounded()):
             raise ConfigError(f"env.rescale_actions needs a bounded Box, but {self.name} takes {space}")
 
@@ -151,8 +160,8 @@ class ShardEnv:
 
     @property
     def policy_action_space(self) -> spaces.Space[Any]:
-        """The actions that a policy gives: those of one row, or [-1, 1] where they are rescaled."""
-        space = self.single_action_space
+        """The actions, or chunks, that a policy gives one row: in [-1, 1] where they are rescaled."""
+        space = self._action_space
         return spaces.Box(-1.0, 1.0, space.shape, np.float32) if self._rescale else space
 
     def reset(self) -> Tree:
@@ -171,24 +180,41 @@ class ShardEnv:
         """Step every row, and begin the next episode of those that have finished.
 
         Args:
-            actions: Array `[N, *action shape]`, clipped to a Box and cast to the dtype of the action
-                space; for a Dict or Tuple action space its tree, which is passed on as it is.
+            actions: Array `[N, *action shape]` (of chunks `[N, C, *action shape]`), clipped to a Box and
+                cast to the dtype of the action space; for a Dict or Tuple action space its tree, which
+                is passed on as it is.
 
         Raises:
             EnvironmentFailure: The actions have the wrong shape or hold NaN, or the simulator failed.
         """
         try:
-            actions = actions_for(
-                self.single_action_space, self.num_envs, actions, rescale=self._rescale
-            )
+            actions = actions_for(self._action_space, self.num_envs, actions, rescale=self._rescale)
         except ValueError as error:
-            raise EnvironmentFailure(f"{self.name} cannot take the actions: {error}") from error
+            hint = f" (env.num_action_chunks: {self._chunks.size})" if self._chunks else ""
+            raise EnvironmentFailure(f"{self.name} cannot take the actions{hint}: {error}") from error
+        if self._chunks is None:
+            step, infos = self._advance(actions)
+        else:
+            single = self.single_action_space
+            step, infos = self._chunks.carry_out(single, actions, self._advance, self.between_steps)
+        done = step.terminated | step.truncated
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            self._resets_next = done
+        if done.any():
+            self._end_episodes(step, done, infos)
+        return step
+
+    def _advance(self, actions: Any) -> tuple[Step, dict[str, Any]]:
+        """Step the simulators once; rows that finish are left as they are."""
         valid = ~self._resets_next
         self._draw_seeds(self._resets_next)
         with self._guard("step"):
             start = time.perf_counter()
             observation, reward, terminated, truncated, infos = self._vector_env.step(actions)
             seconds = time.perf_counter() - start
+            if self._chunks is not None:
+                ended, cut = chunks.ends(infos)
+                terminated, truncated = terminated | ended, truncated | cut
             step = Step(
                 observation=self._tree(observation),
                 reward=np.where(valid, self._per_row("rewards", reward, np.float64), 0.0),
@@ -196,18 +222,15 @@ class ShardEnv:
                 truncated=self._per_row("truncations", truncated, np.bool_) & valid,
                 final_observation=None,
                 success=self._successes(infos),
+                succeeded=None,
                 valid=valid,
                 step_seconds=seconds,
                 reset_seconds=0.0,
             )
             if step.success is not None:
                 step.success &= valid
-        done = step.terminated | step.truncated
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            self._resets_next = done
-        if done.any():
-            self._end_episodes(step, done, infos)
-        return step
+            step.succeeded = step.success
+        return step, infos
 
     def close(self) -> None:
         """Close the simulators; a second time does nothing.
@@ -267,7 +290,7 @@ class ShardEnv:
         ended = self._successes(infos.get("final_info", {}))
         if ended is not None:
             others = False if step.success is None else step.success
-            step.success = np.where(done, ended, others)
+            step.success = step.succeeded = np.where(done, ended, others)
 
     def _successes(self, infos: Mapping[str, Any]) -> Rows | None:
         key = next((key for key in self._success_keys if key in infos), None)

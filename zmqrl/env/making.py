@@ -15,6 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from zmqrl.config import EnvConfig, EnvModeConfig, Mode
 from zmqrl.env import wrappers
 from zmqrl.env.adapters import AnyVectorEnv, SeedOf, ShardEnv, errors_named
+from zmqrl.env.chunks import Chunks, Park
 from zmqrl.env.conversion import has_text
 from zmqrl.env.film import Film
 from zmqrl.errors import ConfigError
@@ -58,7 +59,14 @@ def make_shard(
         name=name,
         success_key=config.success_key,
         rescale_actions=config.rescale_actions,
+        action_chunks=_chunks_of(config),
     )
+    if config.sub_steps is not None and shard.autoreset_mode is not AutoresetMode.DISABLED:
+        shard.close()
+        raise ConfigError(
+            f"env.num_action_chunks needs autoreset_mode disabled, but {name} has "
+            f"{shard.autoreset_mode.value}: an episode that ends within a chunk would begin anew"
+        )
     if filmed and shard.film is None:
         log.warning("%s does not render (render_mode rgb_array), so there is no video", name)
     if config.of_mode(mode).use_fixed_reset_state_ids and not shard.seeds_every_episode:
@@ -68,6 +76,10 @@ def make_shard(
             f"{shard.autoreset_mode.value}: it chooses the start states by itself"
         )
     return shard
+
+
+def _chunks_of(config: EnvConfig) -> Chunks | None:
+    return None if config.sub_steps is None else Chunks(config.num_action_chunks, config.sub_steps)
 
 
 def _with_film(
@@ -116,6 +128,12 @@ def _from_factory(reference: str, config: EnvConfig, mode: Mode, num_envs: int) 
                     "do it in the factory"
                 )
         ready = factory(num_envs=num_envs, **config.kwargs)
+        if config.sub_steps is not None and isinstance(ready, (SyncVectorEnv, AsyncVectorEnv)):
+            raise ConfigError(
+                f"env.num_action_chunks needs single envs, but {reference} makes a "
+                f"{type(ready).__name__} of them, which does not step a row on whose episode is over; "
+                "let the factory make one env, without num_envs"
+            )
         if not isinstance(ready, VectorEnv) or ready.num_envs != num_envs:
             raise ConfigError(
                 f"{reference} returned {ready}, expected a VectorEnv with num_envs={num_envs}"
@@ -147,6 +165,8 @@ def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable
         chosen.append(_film)
     if limits.ignore_terminations:
         chosen.append(wrappers.IgnoreTerminations)
+    if config.sub_steps is not None:
+        chosen.append(Park)
     if config.autoreset_mode == "same_step":
         chosen.append(wrappers.KeepFinalObservation)
     if config.vectorization == "async":

@@ -50,17 +50,19 @@ class Stage:
     def account(self, step: Step) -> list[Episode]:
         """Count a step; rows that have played their episodes are stepped on but no longer counted.
 
+        The length of an episode is that in steps of the simulator, whatever chunks of actions there are.
         A reward that is no number counts as 0 here.
 
         Returns:
             The episodes that it ended.
         """
-        self._return += np.where(step.valid & np.isfinite(step.reward), step.reward, 0.0)
-        self._length += step.valid
-        if step.success is not None:
-            self._success_once |= step.success & step.valid
+        rewards = np.where(step.valid & np.isfinite(step.reward), step.reward, 0.0)
+        self._return += _over_sub_steps(rewards)
+        self._length += _over_sub_steps(step.valid)
+        if step.succeeded is not None:
+            self._success_once |= step.succeeded
         ended = []
-        for row in np.flatnonzero((step.terminated | step.truncated) & step.valid):
+        for row in np.flatnonzero(step.terminated | step.truncated):
             if self._quota is None or self._played[row] < self._quota:
                 ended.append(self._episode(int(row), step))
             self._played[row] += 1
@@ -78,3 +80,8 @@ class Stage:
             success_once=bool(self._success_once[row]) if known else None,
             success_at_end=bool(step.success[row]) if step.success is not None else None,
         )
+
+
+def _over_sub_steps(values: Any) -> Any:
+    """The sum over the sub-steps of each row, `[N]`, of `[N, k]`; or what has none, as it is."""
+    return values if values.ndim == 1 else values.sum(1)

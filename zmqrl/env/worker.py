@@ -78,6 +78,7 @@ class EnvWorker:
         )
         for stage in self._stages:
             stage.shard.before_reset = self._say_that_it_resets
+            stage.shard.between_steps = self._go_on_with_a_chunk
         logger = config.runner.logger
         self._videos = Path(logger.log_path) / logger.experiment_name / "videos"
         self._version = 0  # that requests are pinned to; 0 for the newest
@@ -290,6 +291,10 @@ class EnvWorker:
         """Say so before, because a simulator that hangs says nothing more (a step needs no word)."""
         self._client.phase("reset")
 
+    def _go_on_with_a_chunk(self) -> None:
+        self._tell()
+        self._delay()
+
     def _delay(self) -> None:
         seconds = self._delays.sample(self.report.totals.shard_steps)
         begin = time.perf_counter()
@@ -300,8 +305,8 @@ class EnvWorker:
 
     def _check_rewards(self, stage: Stage, step: Step) -> None:
         if not np.isfinite(step.reward).all():
-            row = int(np.flatnonzero(~np.isfinite(step.reward))[0])
-            self._note_problem(stage, f"reward is {step.reward[row]} in row {row}")
+            place = tuple(np.argwhere(~np.isfinite(step.reward))[0])
+            self._note_problem(stage, f"reward is {step.reward[place]} in row {place[0]}")
 
     def _note_problem(self, stage: Stage, problem: str) -> None:
         self.report.totals.not_finite += 1
@@ -383,7 +388,8 @@ class EnvWorker:
             endpoint,
             self.name,
             self.report.incarnation,
-            steps=config.env.train.max_steps_per_rollout_epoch,
+            steps=config.env.trajectory_steps,
+            sub_steps=config.env.sub_steps,
             action_space=self._stages[0].shard.policy_action_space,
             copy=False,  # a shard makes new arrays at each step
             late=self._links.trajectory_seconds if config.cluster.net_emulation.enabled else None,

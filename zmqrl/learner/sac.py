@@ -59,7 +59,7 @@ class SAC:
             actor = sac_actor(spaces, config.actor.model)
             critics = _critics(spaces, config)
         self.actor: nn.Module = actor.to(self._device)
-        self._reader = TransitionReader(spaces)
+        self._reader = TransitionReader(spaces, config.algorithm.gamma)
         low, high = box_bounds(spaces)
         self._middle, self._unit = (low + high) / 2, (high - low) / 2
         self._replay = ReplayBuffer(config.algorithm.replay_buffer, self._device)
@@ -143,6 +143,8 @@ class SAC:
         for name, optimiser in self._optimisers.items():
             optimiser.check(state["optimisers"][name])
         int(state["updates"])
+        if state["replay"]["transitions"]:
+            state["replay"]["transitions"]["steps_to_next_obs"]  # not there in states of earlier versions
         return ReplayBuffer.of_state(state["replay"], self._config.algorithm.replay_buffer, self._device)
 
     def _make_optimisers(self) -> dict[str, Optimiser]:
