@@ -143,8 +143,9 @@ class SAC:
         for name, optimiser in self._optimisers.items():
             optimiser.check(state["optimisers"][name])
         int(state["updates"])
-        if state["replay"]["transitions"]:
-            state["replay"]["transitions"]["steps_to_next_obs"]  # not there in states of earlier versions
+        kept = state["replay"]["transitions"]
+        if kept:
+            kept["steps_to_next_obs"]  # earlier versions had none
         return ReplayBuffer.of_state(state["replay"], self._config.algorithm.replay_buffer, self._device)
 
     def _make_optimisers(self) -> dict[str, Optimiser]:
