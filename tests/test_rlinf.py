@@ -121,6 +121,14 @@ def test_what_is_named_differently_is_translated_and_reported(tmp_path: Path, ca
         assert f"-> {ours}: {value}" in line
 
 
+def test_the_number_of_action_chunks_is_one_of_the_simulators(tmp_path: Path, capsys: Any) -> None:
+    text = SAC + "actor: {model: {num_action_chunks: 5, action_dim: 7}}\n"
+    tree, report = imported(tmp_path, text, capsys=capsys)
+    assert key(tree, "env.num_action_chunks") == 5
+    assert "actor.model.num_action_chunks: 5" in report
+    assert "actor.model.action_dim" in report.partition("left out")[2]
+
+
 def test_every_key_without_a_place_is_reported_with_a_reason(tmp_path: Path, capsys: Any) -> None:
     _, report = imported(tmp_path, SAC, capsys=capsys)
     left = report.partition("left out")[2]

@@ -3,6 +3,9 @@
 A trajectory is `T` steps of one shard of `N` simulators, with everything that an algorithm needs and
 nothing twice: `T` observations, `T` replies of the policy, `T` rewards, the observation after the last
 step to bootstrap from, and the final observations of the episodes that ended within.
+
+Where the policy gives chunks of actions, a step carries out `k` of them, in `k` *sub-steps*, or fewer if
+the episode ends before.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ class Trajectory:
         observation: Tree of `[T, N, ...]`: what was acted on. Text is `T` lists of `N` str.
         policy: What the policy replied, each array `[T, N, ...]`: `actions` as they were asked for
             (before clipping and scaling), and whatever else, such as `prev_logprobs`.
-        reward: float32 `[T, N]`.
+        reward: float32 `[T, N]`; with chunks `[T, N, k]`, 0 in sub-steps after the end of an episode.
         terminated: bool `[T, N]`.
         truncated: bool `[T, N]`.
-        valid: bool `[T, N]`; False where the simulator spent the step on a reset: no transition.
+        valid: bool `[T, N]`; False where the simulator spent the step on a reset: no transition. With
+            chunks `[T, N, k]`; False in sub-steps after the end of an episode, which were none.
         versions: int64 `[T]`: of the weights that chose the actions.
         bootstrap: Tree of `[N, ...]`: the observations after the last step.
         final_index: int64 `[K, 2]`: the (step, row) of every transition that ended an episode.
@@ -55,8 +59,17 @@ class Trajectory:
 
     @property
     def env_steps(self) -> int:
-        """The number of transitions."""
+        """Steps that the simulators made: the number of transitions, or of all their sub-steps."""
         return int(self.valid.sum())
+
+    @property
+    def sub_steps(self) -> np.ndarray:
+        """int64 `[T, N]`: steps that the simulator made in each step; 0 where it is no transition.
+
+        Without chunks it is 1 elsewhere.
+        """
+        steps: np.ndarray = self.valid.reshape(*self.terminated.shape, -1).sum(-1, dtype=np.int64)
+        return steps
 
     @property
     def size(self) -> int:
@@ -89,12 +102,18 @@ class Trajectory:
         return trajectory
 
     def _check(self) -> None:
-        steps, rows = _typed("reward", self.reward, np.float32, 2).shape
-        if steps == 0 or rows == 0:
+        dimensions = 3 if np.ndim(self.reward) == 3 else 2
+        shape = _typed("reward", self.reward, np.float32, dimensions).shape
+        steps, rows = shape[:2]
+        if 0 in shape:
             raise ValueError("it has no steps or no rows")
-        for name in ("terminated", "truncated", "valid"):
+        for name in ("terminated", "truncated"):
             if _typed(name, getattr(self, name), np.bool_, 2).shape != (steps, rows):
                 raise ValueError(f"{name} is not [{steps}, {rows}]")
+        if _typed("valid", self.valid, np.bool_, dimensions).shape != shape:
+            raise ValueError(f"valid is not {list(shape)}")
+        if dimensions == 3:
+            self._check_chunks()
         versions = _typed("versions", self.versions, np.int64, 1)
         if versions.shape != (steps,) or versions.min() < 0:
             raise ValueError("versions are not a number for each step")
@@ -108,9 +127,16 @@ class Trajectory:
             raise ValueError("origin is no text")
         self._check_finals(expected)
 
+    def _check_chunks(self) -> None:
+        if (self.valid[..., 1:] > self.valid[..., :-1]).any():
+            raise ValueError("a chunk goes on after a sub-step that was none")
+        cut = self.valid[..., 0] & ~self.valid[..., -1]
+        if (cut & ~(self.terminated | self.truncated)).any():
+            raise ValueError("a chunk ends early, but no episode with it")
+
     def _check_finals(self, expected: Any) -> None:
         index = _typed("final_index", self.final_index, np.int64, 2)
-        done = (self.terminated | self.truncated) & self.valid
+        done = (self.terminated | self.truncated) & (self.sub_steps > 0)
         if index.shape[1] != 2 or not np.array_equal(np.unique(index, axis=0), np.argwhere(done)):
             raise ValueError("final_index does not name the transitions that ended an episode")
         if len(index) != done.sum():

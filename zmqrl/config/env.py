@@ -85,7 +85,7 @@ class EnvModeConfig(Section):
         "a batch of an on-policy algorithm",
     )
     max_steps_per_rollout_epoch: int = Field(
-        16, ge=1, le=100_000, description="train: steps in a trajectory"
+        16, ge=1, le=100_000, description="train: steps in a trajectory (rounded up to whole chunks)"
     )
     max_episode_steps: int | None = Field(None, ge=1, description="null: the simulator's own limit")
     ignore_terminations: bool = Field(False, description="episodes always run to the time limit")
@@ -112,6 +112,12 @@ class EnvConfig(Section):
     pipeline_stages: int = Field(1, ge=1, le=8, description="groups of envs that are stepped in turn")
     rescale_actions: bool = Field(False, description="map actions from [-1, 1] to the Box")
     clip_actions: bool = Field(False, description="to the Box; else one outside is an error")
+    num_action_chunks: int = Field(
+        1, ge=1, description="actions that the policy gives at once, if more than one: [N, chunks, …]"
+    )
+    replan_every: int | None = Field(
+        None, ge=1, description="how many of them are carried out; null: all"
+    )
     info_keys: list[str] = Field(
         default_factory=list, description="infos that the observation gets, for each env"
     )
@@ -132,6 +138,32 @@ class EnvConfig(Section):
         if self.vectorization == "vector_entry_point" and self.factory is not None:
             raise ValueError("vectorization: vector_entry_point needs id, not factory")
         return self
+
+    @model_validator(mode="after")
+    def _chunks_are_carried_out_in_one_go(self) -> EnvConfig:
+        if (self.replan_every or 1) > self.num_action_chunks:
+            raise ValueError(
+                f"replan_every is {self.replan_every}, but a chunk has {self.num_action_chunks} "
+                "(num_action_chunks)"
+            )
+        if self.sub_steps is not None and self.autoreset_mode != "disabled":
+            raise ValueError(
+                f"num_action_chunks needs autoreset_mode disabled, not {self.autoreset_mode}: an "
+                "episode that ends within a chunk must not begin anew before the chunk is over"
+            )
+        return self
+
+    @property
+    def sub_steps(self) -> int | None:
+        """Steps of the simulator that carry one chunk of actions out; None without chunks."""
+        if self.num_action_chunks == 1:
+            return None
+        return self.replan_every or self.num_action_chunks
+
+    @property
+    def trajectory_steps(self) -> int:
+        """Actions of the policy, or chunks of them, that make a trajectory."""
+        return -(-self.train.max_steps_per_rollout_epoch // (self.sub_steps or 1))
 
     def of_mode(self, mode: Mode) -> EnvModeConfig:
         """The section of `mode`."""

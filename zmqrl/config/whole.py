@@ -98,7 +98,8 @@ class Config(Section):
     @property
     def least_slack_steps(self) -> int:
         """Env steps of all trajectories that can be under way at once, or of one update."""
-        under_way = self.total_envs("train") * self.env.train.max_steps_per_rollout_epoch
+        trajectory = self.env.trajectory_steps * (self.env.sub_steps or 1)
+        under_way = self.total_envs("train") * trajectory
         ratio = self.algorithm.updates_per_env_step
         return max(under_way, 0 if ratio is None else math.ceil(1 / ratio))
 

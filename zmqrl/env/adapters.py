@@ -27,7 +27,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from zmqrl.env import wrappers
+from zmqrl.env import chunks, wrappers
 from zmqrl.env.actions import actions_for
 from zmqrl.env.batched import BatchedEnv
 from zmqrl.env.conversion import Tree, check_batchable
@@ -48,15 +48,17 @@ class Step:
 
     Attributes:
         observation: Tree of `[N, ...]`: what to act on next. It owns its memory.
-        reward: float64 `[N]`.
+        reward: float64 `[N]`; of chunks of actions `[N, k]`, 0 in sub-steps after an episode's end.
         terminated: bool `[N]`.
         truncated: bool `[N]`.
         final_observation: Tree of `[N, ...]` whose finished rows hold the observation in which the
             episode ended; None when no row has finished.
         success: bool `[N]`, of the final step where a row has finished; None while the simulator has
             reported no success key.
+        succeeded: The same, of any sub-step of a chunk; without chunks it is `success`.
         valid: bool `[N]`. False where the vector env spent the step on a reset: the row's action was
-            not used, its reward is 0, and it is no transition.
+            not used, its reward is 0, and it is no transition. Of chunks `[N, k]`; False in sub-steps
+            after an episode's end.
         reset: bool `[N]`: the rows of which `observation` begins an episode.
         step_seconds: Seconds in the simulator's step (with its resets, where it resets by itself).
         reset_seconds: Seconds in resets of finished rows; 0 when there were none.
@@ -70,6 +72,7 @@ class Step:
     truncated: Rows
     final_observation: Tree | None
     success: Rows | None
+    succeeded: Rows | None
     valid: Rows
     reset: Rows
     step_seconds: float
@@ -97,6 +100,7 @@ class ShardEnv:
             resets by itself takes them in `reset` only; the rows of an EnvPool go on from theirs.
         answers_in_parts: Whether `reset` and `step` give the observations of some rows only.
         before_reset: Called before rows are reset here.
+        between_steps: Called between the sub-steps of a chunk.
         film: What films the first row; None if it does not render.
     """
 
@@ -111,6 +115,7 @@ class ShardEnv:
         clip_actions: bool = False,
         info_keys: Sequence[str] = (),
         task_description: str | None = None,
+        action_chunks: chunks.Chunks | None = None,
     ) -> None:
         """Wrap a ready vector env, which the shard then owns.
 
@@ -125,6 +130,7 @@ class ShardEnv:
             clip_actions: Clip actions to the Box; else one outside is an error.
             info_keys: Infos that the observation gets.
             task_description: For every row, in the observation under `task_descriptions`.
+            action_chunks: If the policy gives several actions at once.
 
         Raises:
             ConfigError: `rescale_actions` without a bounded Box.
@@ -144,6 +150,7 @@ class ShardEnv:
             self.autoreset_mode is AutoresetMode.DISABLED or self._pool is not None
         )
         self.before_reset: Callable[[], None] = lambda: None
+        self.between_steps: Callable[[], None] = lambda: None
         self.vector_env = vector_env
         self._base: Any = base
         self._seed_of = seed_of
@@ -168,6 +175,8 @@ class ShardEnv:
         self._failed = False
         space = self.single_action_space
         check_batchable(self.name, observation_space, space)
+        self._chunks = action_chunks
+        self._action_space = action_chunks.space(space) if action_chunks else space
         if rescale_actions and not (isinstance(space, spaces.Box) and space.is_bounded()):
             raise ConfigError(f"env.rescale_actions needs a bounded Box, but {self.name} takes {space}")
 
@@ -178,8 +187,8 @@ class ShardEnv:
 
     @property
     def policy_action_space(self) -> spaces.Space[Any]:
-        """The actions that a policy gives: those of one row, or [-1, 1] where they are rescaled."""
-        space = self.single_action_space
+        """The actions, or chunks, that a policy gives one row: in [-1, 1] where they are rescaled."""
+        space = self._action_space
         return spaces.Box(-1.0, 1.0, space.shape, np.float32) if self._rescale else space
 
     def reset(self) -> Tree:
@@ -203,8 +212,8 @@ class ShardEnv:
         """Step the rows that the last answer was about, and begin the next episode of the finished ones.
 
         Args:
-            actions: Array `[N, *action shape]`; for a Dict or Tuple action space a tree of such arrays.
-                They are cast to the dtype of the action space.
+            actions: Array `[N, *action shape]`, of chunks `[N, C, *action shape]`; for a Dict or Tuple
+                action space a tree of such arrays. They are cast to the dtype of the action space.
 
         Raises:
             EnvironmentFailure: The actions have the wrong shape, hold NaN or are outside the action
@@ -212,20 +221,40 @@ class ShardEnv:
         """
         try:
             actions = actions_for(
-                self.single_action_space,
+                self._action_space,
                 self._at_once,
                 actions,
                 rescale=self._rescale,
                 clip=self._clip,
             )
         except ValueError as error:
-            raise EnvironmentFailure(f"{self.name} cannot take the actions: {error}") from None
+            hint = f" (env.num_action_chunks: {self._chunks.size})" if self._chunks else ""
+            raise EnvironmentFailure(f"{self.name} cannot take the actions{hint}: {error}") from None
+        if self._chunks is None:
+            step, infos = self._advance(actions)
+        else:
+            single = self.single_action_space
+            step, infos = self._chunks.carry_out(single, actions, self._advance, self.between_steps)
+        done = step.terminated | step.truncated
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            self._resets_next[step.rows] = done
+        else:
+            step.reset = done
+        if done.any():
+            self._end_episodes(step, done, infos)
+        return step
+
+    def _advance(self, actions: Any) -> tuple[Step, dict[str, Any]]:
+        """Step the simulators once; rows that finish are left as they are."""
         if self._pool is None:
             self._draw_seeds(self._resets_next)
         with self._guard("step"):
             start = time.perf_counter()
             observation, reward, terminated, truncated, infos = self.vector_env.step(actions)
             seconds = time.perf_counter() - start
+            if self._chunks is not None:
+                ended, cut = chunks.ends(infos)
+                terminated, truncated = terminated | ended, truncated | cut
             rows = self.rows
             valid = ~self._resets_next[rows]
             step = Step(
@@ -235,6 +264,7 @@ class ShardEnv:
                 truncated=self._per_row("truncations", truncated, np.bool_) & valid,
                 final_observation=None,
                 success=self._successes(infos),
+                succeeded=None,
                 valid=valid,
                 reset=~valid,
                 step_seconds=seconds,
@@ -243,16 +273,11 @@ class ShardEnv:
             )
             if step.success is not None:
                 step.success &= valid
-        done = step.terminated | step.truncated
+            step.succeeded = step.success
         if self.film is not None:
-            self.film.stepped(bool(done[0]), self.autoreset_mode is not AutoresetMode.SAME_STEP)
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            self._resets_next[rows] = done
-        else:
-            step.reset = done
-        if done.any():
-            self._end_episodes(step, done, infos)
-        return step
+            over = bool(step.terminated[0] or step.truncated[0])
+            self.film.stepped(over, self.autoreset_mode is not AutoresetMode.SAME_STEP)
+        return step, infos
 
     def close(self) -> None:
         """Close the simulators; a second time does nothing.
@@ -309,7 +334,7 @@ class ShardEnv:
         ended = self._successes(infos.get("final_info", {}))
         if ended is not None:
             others = False if step.success is None else step.success
-            step.success = np.where(done, ended, others)
+            step.success = step.succeeded = np.where(done, ended, others)
 
     def _successes(self, infos: Mapping[str, Any]) -> Rows | None:
         key = next((key for key in self._success_keys if key in infos), None)

@@ -15,6 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from zmqrl.config import EnvConfig, EnvModeConfig, Mode
 from zmqrl.env import shapes, wrappers
 from zmqrl.env.adapters import AnyVectorEnv, SeedOf, ShardEnv, errors_named
+from zmqrl.env.chunks import Chunks, Park
 from zmqrl.env.conversion import has_text
 from zmqrl.errors import ConfigError
 from zmqrl.imports import import_object, make_importable
@@ -60,7 +61,14 @@ def make_shard(
         clip_actions=config.clip_actions,
         info_keys=config.info_keys,
         task_description=config.task_description,
+        action_chunks=_chunks_of(config),
     )
+    if config.sub_steps is not None and shard.autoreset_mode is not AutoresetMode.DISABLED:
+        shard.close()
+        raise ConfigError(
+            f"env.num_action_chunks needs autoreset_mode disabled, but {name} has "
+            f"{shard.autoreset_mode.value}: an episode that ends within a chunk would begin anew"
+        )
     if not filmed:
         shard.film = None
     elif shard.film is None:
@@ -72,6 +80,10 @@ def make_shard(
             f"{shard.autoreset_mode.value}: it chooses the start states by itself"
         )
     return shard
+
+
+def _chunks_of(config: EnvConfig) -> Chunks | None:
+    return None if config.sub_steps is None else Chunks(config.num_action_chunks, config.sub_steps)
 
 
 def _with_film(
@@ -127,7 +139,15 @@ def _from_factory(reference: str, config: EnvConfig, mode: Mode, num_envs: int) 
                 "cannot share; give a function with an argument num_envs that makes it"
             )
         resets_itself = config.autoreset_mode == "same_step"
-        return shapes.all_rows(reference, factory, config.kwargs, num_envs, resets_itself)
+        ready = shapes.all_rows(reference, factory, config.kwargs, num_envs, resets_itself)
+        if config.sub_steps is not None and isinstance(ready, (SyncVectorEnv, AsyncVectorEnv)):
+            ready.close()
+            raise ConfigError(
+                f"env.num_action_chunks needs single envs, but {reference} makes a "
+                f"{type(ready).__name__} of them, which does not step a row on whose episode is over; "
+                "let the factory make one env, without num_envs"
+            )
+        return ready
     one = functools.partial(_one_env, reference, config, limits)
     vectorizer = SyncVectorEnv if config.vectorization == "sync" else AsyncVectorEnv
     return _vectorise(lambda kwargs: vectorizer([one] * num_envs, **kwargs), config)
@@ -155,6 +175,8 @@ def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable
     chosen: list[Callable[[Any], Any]] = []
     if limits.ignore_terminations:
         chosen.append(wrappers.IgnoreTerminations)
+    if config.sub_steps is not None:
+        chosen.append(Park)
     if config.autoreset_mode == "same_step":
         chosen.append(wrappers.KeepFinalObservation)
     chosen.append(wrappers.Row)

@@ -14,6 +14,7 @@ from zmqrl.env.adapters import Step
 from zmqrl.pending import Pending
 from zmqrl.recording import Recording
 from zmqrl.transport.header import REWARD
+from zmqrl.transport.rows import merged
 
 _MOST_ASKED = 64
 """Steps whose rewards are on their way. With more, the simulators wait for a model that cannot keep
@@ -30,13 +31,16 @@ class _Asked:
     """What the recording wants with them."""
     rows: np.ndarray
     """bool `[N]`: which rows the model's rewards are for; the others get 0."""
+    valid: np.ndarray
+    """Of the step, bool `[N]` or `[N, k]`."""
 
 
 class RewardRequests:
     """Asks the policy named `reward` about steps, and gives what it says to the recording.
 
     The model gets, for N transitions, a dict of `observation`, `actions`, `next_observation` (the final
-    one where an episode ended), `terminated` and `truncated`, and returns `rewards`, `[N]`.
+    one where an episode ended), `terminated` and `truncated`, and returns `rewards`, `[N]`. A chunk of
+    actions is one transition, and its reward is given to the last of its sub-steps.
 
     Args:
         config: The section `reward`.
@@ -56,12 +60,13 @@ class RewardRequests:
         Raises:
             ClientError: Earlier rewards did not come.
         """
-        done = (step.terminated | step.truncated) & step.valid
-        rows = step.valid if self._config.when == "step" else done
+        done = step.terminated | step.truncated
+        moved = step.valid if step.valid.ndim == 1 else step.valid[:, 0]
+        rows = moved if self._config.when == "step" else done
         late = bool(rows.any())
         handle = self._recording.outcome(
             stage,
-            None if late else np.zeros(len(rows)),
+            None if late else np.zeros(step.valid.shape),
             step.terminated,
             step.truncated,
             step.final_observation,
@@ -72,14 +77,14 @@ class RewardRequests:
             tree = {
                 "observation": observation,
                 "actions": actions,
-                "next_observation": _merged(step.observation, following, done),
+                "next_observation": merged(step.observation, following, done),
                 "terminated": step.terminated,
                 "truncated": step.truncated,
             }
             pending = self._client.submit(
                 tree, timeout=self._config.timeout_s, copy=False, stage=stage, policy=REWARD
             )
-            self._asked.append(_Asked(pending, stage, handle, rows))
+            self._asked.append(_Asked(pending, stage, handle, rows, step.valid))
         self.collect()
 
     def may_go_on(self, timeout: float) -> bool:
@@ -105,17 +110,14 @@ class RewardRequests:
         while self._asked and self._asked[0].pending.done():
             asked = self._asked.popleft()
             rewards = np.reshape(asked.pending.result()["rewards"], -1)
-            self._recording.late_reward(asked.stage, asked.handle, np.where(asked.rows, rewards, 0.0))
+            rewards = np.where(asked.rows, rewards, 0.0)
+            if asked.valid.ndim == 2:
+                rewards = _at_the_last(rewards, asked.valid)
+            self._recording.late_reward(asked.stage, asked.handle, rewards)
 
 
-def _merged(tree: Any, final: Any, done: np.ndarray) -> Any:
-    """`tree` with the rows of `final` where an episode is done."""
-    if isinstance(tree, dict):
-        return {key: _merged(child, final[key], done) for key, child in tree.items()}
-    if isinstance(tree, np.ndarray):
-        return np.where(done.reshape(-1, *[1] * (tree.ndim - 1)), final, tree)
-    if isinstance(tree, (list, tuple)) and len(tree) == len(done) and isinstance(tree[0], str):
-        return [last if over else row for row, last, over in zip(tree, final, done, strict=True)]
-    if isinstance(tree, (list, tuple)):
-        return [_merged(child, final[i], done) for i, child in enumerate(tree)]
-    return tree
+def _at_the_last(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """One reward a chunk, `[N]`, as that of its last sub-step, `[N, k]`."""
+    spread = np.zeros(valid.shape)
+    spread[np.arange(len(valid)), valid.sum(1) - 1] = rewards
+    return spread

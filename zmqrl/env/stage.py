@@ -59,18 +59,20 @@ class Stage:
     def account(self, step: Step) -> list[Episode]:
         """Count a step; rows that have played their episodes are stepped on but no longer counted.
 
+        The length of an episode is that in steps of the simulator, whatever chunks of actions there are.
         A reward that is no number counts as 0 here.
 
         Returns:
             The episodes that it ended.
         """
         rows = step.rows
-        self._return[rows] += np.where(step.valid & np.isfinite(step.reward), step.reward, 0.0)
-        self._length[rows] += step.valid
-        if step.success is not None:
-            self._success_once[rows] |= step.success & step.valid
+        rewards = np.where(step.valid & np.isfinite(step.reward), step.reward, 0.0)
+        self._return[rows] += _over_sub_steps(rewards)
+        self._length[rows] += _over_sub_steps(step.valid)
+        if step.succeeded is not None:
+            self._success_once[rows] |= step.succeeded
         ended = []
-        for place in np.flatnonzero((step.terminated | step.truncated) & step.valid):
+        for place in np.flatnonzero(step.terminated | step.truncated):
             row = int(rows[place])
             if self._quota is None or self._played[row] < self._quota:
                 success = None if step.success is None else bool(step.success[place])
@@ -89,3 +91,8 @@ class Stage:
             success_once=None if success is None else bool(self._success_once[row]),
             success_at_end=success,
         )
+
+
+def _over_sub_steps(values: Any) -> Any:
+    """The sum over the sub-steps of each row, `[N]`, of `[N, k]`; or what has none, as it is."""
+    return values if values.ndim == 1 else values.sum(1)

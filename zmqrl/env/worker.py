@@ -91,6 +91,7 @@ class EnvWorker:
         )
         for stage in self._stages:
             stage.shard.before_reset = self._say_that_it_resets
+            stage.shard.between_steps = self._go_on_with_a_chunk
         logger = config.runner.logger
         self._videos = Path(logger.log_path) / logger.experiment_name / "videos"
         self._lost_in_a_row = 0  # states, with no episode in between that came to its end
@@ -339,6 +340,10 @@ class EnvWorker:
         """Say so before, because a simulator that hangs says nothing more (a step needs no word)."""
         self._client.phase("reset")
 
+    def _go_on_with_a_chunk(self) -> None:
+        self._tell()
+        self._delay()
+
     def _delay(self) -> None:
         seconds = self._delays.sample(self.report.totals.shard_steps)
         begin = time.perf_counter()
@@ -349,8 +354,9 @@ class EnvWorker:
 
     def _check_rewards(self, stage: Stage, step: Step) -> None:
         if not np.isfinite(step.reward).all():
-            place = int(np.flatnonzero(~np.isfinite(step.reward))[0])
-            self._note_problem(stage, f"reward is {step.reward[place]} in row {int(step.rows[place])}")
+            place = tuple(np.argwhere(~np.isfinite(step.reward))[0])
+            row = int(step.rows[place[0]])
+            self._note_problem(stage, f"reward is {step.reward[place]} in row {row}")
 
     def _note_problem(self, stage: Stage, problem: str) -> None:
         self.report.totals.not_finite += 1
@@ -440,7 +446,8 @@ class EnvWorker:
             endpoint,
             self.name,
             self.report.incarnation,
-            steps=config.env.train.max_steps_per_rollout_epoch,
+            steps=config.env.trajectory_steps,
+            sub_steps=config.env.sub_steps,
             action_space=self._stages[0].shard.policy_action_space,
             copy=False,  # a shard makes new arrays at each step
             late=self._links.trajectory_seconds if config.cluster.net_emulation.enabled else None,

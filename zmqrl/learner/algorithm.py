@@ -98,6 +98,13 @@ def make_algorithm(spaces: Spaces, config: Config) -> Algorithm:
     if chosen.factory is not None:
         algorithm: Algorithm = import_object(chosen.factory)(spaces, config, **chosen.kwargs)
         return algorithm
+    _check_chunks(spaces, config)
+    if chosen.name is not None and config.env.sub_steps not in (None, config.env.num_action_chunks):
+        raise ConfigError(
+            f"{chosen.name} learns whole chunks of actions, but only {config.env.sub_steps} of "
+            f"{config.env.num_action_chunks} are carried out (env.replan_every): leave it out, or use "
+            "algorithm.factory"
+        )
     if chosen.name == "sac":
         from zmqrl.learner.sac import SAC
 
@@ -118,8 +125,18 @@ def make_actor(spaces: Spaces, config: Config) -> torch.nn.Module:
     # The built-in actors need no TorchRL, which takes seconds to import.
     from zmqrl.learner.networks import ppo_actor, sac_actor
 
+    _check_chunks(spaces, config)
     if config.algorithm.name == "sac":
         return sac_actor(spaces, config.actor.model)
     if config.algorithm.name == "ppo":
         return ppo_actor(spaces, config.actor.model)
     return make_algorithm(spaces, config).actor
+
+
+def _check_chunks(spaces: Spaces, config: Config) -> None:
+    chosen = config.algorithm
+    if chosen.factory is None and config.env.sub_steps is not None and spaces.action.kind != "box":
+        raise ConfigError(
+            f"{chosen.name} learns chunks of actions in a Box only, not {spaces.action.text}: set "
+            "env.num_action_chunks to 1, or use algorithm.factory"
+        )

@@ -59,7 +59,7 @@ class PPO:
             self._critic = orthogonal(mlp(observation_width(spaces), 1, config.actor.model), 1.0)
         self.actor: nn.Module = actor.to(self._device)
         self._critic.to(self._device)
-        self._reader = TransitionReader(spaces)
+        self._reader = TransitionReader(spaces, config.algorithm.gamma)
         self._batch_size = (
             config.env_workers("train") * config.env.pipeline_stages * config.env.train.rollout_epoch
         )
@@ -259,7 +259,7 @@ def _replied_log_probs(trajectory: Trajectory) -> Tensor:
             "the policy's replies have no 'prev_logprobs', the log-probabilities of its actions, "
             "which ppo needs; serve an actor that returns them"
         )
-    array, shape = np.asarray(replied), trajectory.reward.shape
+    array, shape = np.asarray(replied), trajectory.terminated.shape
     if array.dtype.kind != "f" or array.shape not in (shape, (*shape, 1)):
         raise DataError(
             f"'prev_logprobs' is {array.dtype} {list(array.shape)}, not floating {list(shape)}"

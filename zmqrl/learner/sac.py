@@ -59,7 +59,7 @@ class SAC:
             actor = sac_actor(spaces, config.actor.model)
             critics = _critics(spaces, config)
         self.actor: nn.Module = actor.to(self._device)
-        self._reader = TransitionReader(spaces)
+        self._reader = TransitionReader(spaces, config.algorithm.gamma)
         low, high = box_bounds(spaces)
         self._middle, self._unit = (low + high) / 2, (high - low) / 2
         self._replay = ReplayBuffer(config.algorithm.replay_buffer, self._device)
@@ -143,6 +143,9 @@ class SAC:
         for name, optimiser in self._optimisers.items():
             optimiser.check(state["optimisers"][name])
         int(state["updates"])
+        kept = state["replay"]["transitions"]
+        if kept:
+            kept["steps_to_next_obs"]  # earlier versions had none
         return ReplayBuffer.of_state(state["replay"], self._config.algorithm.replay_buffer, self._device)
 
     def _make_optimisers(self) -> dict[str, Optimiser]:

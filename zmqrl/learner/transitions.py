@@ -19,12 +19,20 @@ from zmqrl.transport.tree import is_row_list, leaves
 class TransitionReader:
     """Reads trajectories of simulators with the given spaces.
 
+    A chunk of actions is one action, an option of Sutton, Precup and Singh (1999): its reward is the
+    discounted sum of those of its sub-steps, and what follows is discounted once for each of them.
+
+    Args:
+        spaces: Of the simulators.
+        gamma: The discount of one step of a simulator.
+
     Raises:
         ConfigError: The built-in networks cannot read their observations.
     """
 
-    def __init__(self, spaces: Spaces) -> None:
+    def __init__(self, spaces: Spaces, gamma: float) -> None:
         self._spaces = spaces
+        self._gamma = gamma
         self._paths = observation_paths(spaces)
 
     def read(self, trajectory: Trajectory) -> TensorDict:
@@ -32,13 +40,14 @@ class TransitionReader:
 
         Returns:
             `observation` float32 `[T, N, D]`, `action` (float32 `[T, N, A]`, or int64 `[T, N]` of a
-            discrete space), `valid` bool `[T, N]`, and under `next` `observation`, `reward` float32
-            `[T, N, 1]`, `terminated` and `done` bool `[T, N, 1]`.
+            discrete space), `valid` bool `[T, N]`, `steps_to_next_obs` float32 `[T, N, 1]` (steps of
+            the simulator), and under `next` `observation`, `reward` float32 `[T, N, 1]`, `terminated`
+            and `done` bool `[T, N, 1]`.
 
         Raises:
             DataError: It does not fit the spaces.
         """
-        rows = trajectory.reward.shape
+        rows = trajectory.terminated.shape
         observation = self._features(trajectory.observation, rows, "observation")
         self._check(trajectory.bootstrap, rows[1:], "observation after the last step,")
         if len(trajectory.final_index):
@@ -47,7 +56,8 @@ class TransitionReader:
             )
         following = self._features(trajectory.next_observation(), rows, "next observation")
         action = self._action(trajectory.actions, rows)
-        reward = _copied(trajectory.reward, torch.float32)
+        reward = _copied(self._rewards(trajectory.reward), torch.float32)
+        sub_steps = _copied(trajectory.sub_steps, torch.float32)
         for name, tensor in (
             ("observation", observation),
             ("next observation", following),
@@ -67,11 +77,20 @@ class TransitionReader:
             {
                 "observation": observation,
                 "action": action,
-                "valid": _copied(trajectory.valid, torch.bool),
+                "valid": sub_steps > 0,
+                "steps_to_next_obs": sub_steps[..., None],
                 "next": TensorDict(after, batch_size=rows),
             },
             batch_size=rows,
         )
+
+    def _rewards(self, reward: np.ndarray) -> np.ndarray:
+        """One a step, `[T, N]`: of a chunk the discounted sum."""
+        if reward.ndim == 2:
+            return reward
+        discounts: np.ndarray = self._gamma ** np.arange(reward.shape[2], dtype=np.float64)
+        summed: np.ndarray = reward @ discounts
+        return summed
 
     def _features(self, tree: Any, rows: tuple[int, ...], name: str) -> Tensor:
         found = self._check(tree, rows, name)

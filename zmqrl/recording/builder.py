@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Tuple
+import math
+from typing import Any, Optional, Tuple
 
 import numpy as np
 
@@ -50,10 +51,16 @@ class TrajectoryBuilder:
         copy: Copy observations and replies, because their owner may overwrite them.
         final_is_next: Where no final observation is told, it is the one that is observed next, as in a
             vector env that spends the next step on the reset.
+        sub_steps: Of the chunk of actions that is a step, k; None if a step is one action.
     """
 
     def __init__(
-        self, steps: int, origin: str = "", copy: bool = True, final_is_next: bool = False
+        self,
+        steps: int,
+        origin: str = "",
+        copy: bool = True,
+        final_is_next: bool = False,
+        sub_steps: Optional[int] = None,
     ) -> None:
         self.steps = steps
         self.dropped = 0
@@ -65,6 +72,7 @@ class TrajectoryBuilder:
         self._origin = origin
         self._copy = copy
         self._final_is_next = final_is_next
+        self._sub_steps = sub_steps
         self._segments: list[_Segment] = [_Segment()]
         self._taken: list[Trajectory] = []
 
@@ -140,12 +148,14 @@ class TrajectoryBuilder:
         """Note what the step with these actions gave.
 
         Args:
-            reward: Numbers `[N]` or `[N, 1]`; None if they come later, through `late_reward`.
+            reward: Numbers `[N]` or `[N, 1]`, of chunks `[N, k]`; None if they come later, through
+                `late_reward`.
             terminated: Truth values `[N]` or `[N, 1]`.
             truncated: The same.
             final_observation: A tree of `[N, ...]` in which the rows that are done hold the observation
                 that ended the episode; or a sequence of N with a tree `[...]` in those rows.
-            valid: Truth values; False in rows where the step was a reset. None: all are transitions.
+            valid: Truth values, shaped as the rewards; False in rows where the step was a reset, and in
+                sub-steps after the end of an episode. None: all are transitions.
 
         Returns:
             What `late_reward` wants.
@@ -158,9 +168,11 @@ class TrajectoryBuilder:
         if len(segment.replies) != step + 1:
             raise ValueError("there is no step to record: infer(observation) comes first, once a step")
         rows = row_count(segment.observations[step])
-        real = np.ones(rows, dtype=bool) if valid is None else one_per_row("valid", valid, rows, bool)
-        ends = one_per_row("terminated", terminated, rows, bool) & real
-        cuts = one_per_row("truncated", truncated, rows, bool) & real
+        shape = (rows,) if self._sub_steps is None else (rows, self._sub_steps)
+        real = np.ones(shape, dtype=bool) if valid is None else _each("valid", valid, shape, bool)
+        moved = real.reshape(rows, -1)[:, 0]
+        ends = one_per_row("terminated", terminated, rows, bool) & moved
+        cuts = one_per_row("truncated", truncated, rows, bool) & moved
         checked, problem = (None, "") if reward is None else _checked_reward(reward, real)
         done = np.flatnonzero(ends | cuts)
         if len(done) and final_observation is None and not self._final_is_next:
@@ -187,7 +199,7 @@ class TrajectoryBuilder:
             self.leave = True
 
     def late_reward(self, handle: Any, reward: Any) -> None:
-        """Add the reward of an earlier step, numbers `[N]` or `[N, 1]`.
+        """Add the reward of an earlier step, shaped as that of `outcome`.
 
         Raises:
             ValueError: The shape is wrong.
@@ -225,9 +237,20 @@ class TrajectoryBuilder:
 
 def _checked_reward(reward: Any, valid: Any) -> Tuple[np.ndarray, str]:
     """The rewards, 0 where there was no transition; and what is wrong with them, in words."""
-    checked = np.where(valid, one_per_row("reward", reward, len(valid), np.float32), np.float32(0))
-    bad = np.flatnonzero(~np.isfinite(checked))
-    return checked, f"reward is {checked[bad[0]]} in row {bad[0]}" if len(bad) else ""
+    checked = np.where(valid, _each("reward", reward, valid.shape, np.float32), np.float32(0))
+    return checked, not_finite(checked, "reward")
+
+
+def _each(what: str, values: Any, shape: Tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Copy `values`, one for each row, or for each row and sub-step, to an array of that shape."""
+    flat: np.ndarray
+    if len(shape) == 1:
+        flat = one_per_row(what, values, shape[0], dtype)
+        return flat
+    if np.shape(values) != shape:
+        raise ValueError(f"expected {what} of shape {shape}, got {np.shape(values)}")
+    flat = one_per_row(what, np.reshape(values, -1), math.prod(shape), dtype)
+    return flat.reshape(shape)
 
 
 def _assemble(segment: _Segment, origin: str) -> Trajectory:

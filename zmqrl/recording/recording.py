@@ -32,6 +32,7 @@ class Recording:
         action_space: A Gymnasium space, of one simulator.
         autoreset: How the simulators begin their next episode: `disabled`, `next_step` or `same_step`.
         copy: Copy observations and replies, because their owner may overwrite them.
+        sub_steps: Of the chunk of actions that is a step; None if a step is one action.
         late: Says by how many seconds a trajectory of so many bytes is to be late: an emulated link.
         keys: Of a client.
 
@@ -49,6 +50,7 @@ class Recording:
         action_space: Any,
         autoreset: str = "disabled",
         copy: bool = True,
+        sub_steps: Optional[int] = None,
         late: Optional[Callable[[int], float]] = None,
         keys: Optional[Keys] = None,
     ) -> None:
@@ -59,6 +61,7 @@ class Recording:
         self._action_space = action_space
         self._autoreset = autoreset
         self._copy = copy
+        self._sub_steps = sub_steps
         self._late = late
         self._held: Deque[Tuple[float, int, Trajectory]] = deque()
         self._builders: Dict[int, TrajectoryBuilder] = {}
@@ -114,7 +117,9 @@ class Recording:
         builder = self._builders.get(stage)
         if builder is None:
             final_is_next = self._autoreset == "next_step"
-            builder = TrajectoryBuilder(self._steps, self._name, self._copy, final_is_next)
+            builder = TrajectoryBuilder(
+                self._steps, self._name, self._copy, final_is_next, self._sub_steps
+            )
             builder.observe(observation)
             if not self._builders:
                 self._uplink.introduce(Spaces.of(builder.observation, self._action_space))
@@ -134,7 +139,7 @@ class Recording:
         if not builder.begins or builder.leave:
             self._uplink.service()
             return True
-        if self._uplink.may_begin(stage, builder.rows * self._steps):
+        if self._uplink.may_begin(stage, builder.rows * self._steps * (self._sub_steps or 1)):
             self._uplink.begin(stage)
             builder.leave = True
         return builder.leave

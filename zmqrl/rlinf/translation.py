@@ -22,6 +22,7 @@ _RENAMED = {
     "algorithm.rollout_epoch": "env.train.rollout_epoch",
     "algorithm.eval_rollout_epoch": "env.eval.rollout_epoch",
     "actor.model.hidden_dims": "actor.model.hidden_sizes",
+    "actor.model.num_action_chunks": "env.num_action_chunks",
     "env.eval.video_cfg.save_video": "env.eval.save_video",
 }
 

@@ -179,3 +179,16 @@ def _single(item: Any, like: Any) -> Any:
         raise TypeError(f"shape {list(array.shape)} in place of {list(like.shape[1:])}")
     with np.errstate(over="ignore"):
         return array.astype(like.dtype if like.dtype.kind not in "US" else array.dtype)
+
+
+def merged(tree: Any, other: Any, rows: np.ndarray) -> Any:
+    """`tree` with the rows of `other` where `rows`, bool `[N]`, is True."""
+    if isinstance(tree, dict):
+        return {key: merged(child, other[key], rows) for key, child in tree.items()}
+    if isinstance(tree, np.ndarray):
+        return np.where(rows.reshape(-1, *[1] * (tree.ndim - 1)), other, tree)
+    if isinstance(tree, (list, tuple)) and len(tree) == len(rows) and isinstance(tree[0], str):
+        return [theirs if chosen else mine for mine, theirs, chosen in zip(tree, other, rows)]
+    if isinstance(tree, (list, tuple)):
+        return [merged(child, other[i], rows) for i, child in enumerate(tree)]
+    return tree
