@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
+import torch
+from batched_sims import Partial
 from conftest import TESTS
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from test_videos import frames_of, red
 
-from zmqrl.config import EnvConfig, load
+from zmqrl.config import EnvConfig, EnvModeConfig, load
 from zmqrl.env.adapters import ShardEnv, Step
+from zmqrl.env.batched import BatchedEnv
 from zmqrl.env.chunks import Chunks, Park
 from zmqrl.env.making import make_shard
 from zmqrl.errors import ConfigError, EnvironmentFailure
@@ -287,6 +292,65 @@ def test_a_chunk_of_the_wrong_length_is_an_error_that_names_both() -> None:
     shard.reset()
     with pytest.raises(EnvironmentFailure, match=r"num_action_chunks: 4.*\(2, 4, 2\).*\(2, 3, 2\)"):
         shard.step(chunk(2, 3))
+
+
+def test_a_chunk_of_the_wrong_length_in_a_part_of_the_actions_names_its_key() -> None:
+    shard = ShardEnv(
+        SyncVectorEnv([DictActions], autoreset_mode=AutoresetMode.DISABLED), action_chunks=Chunks(3, 2)
+    )
+    shard.reset()
+    actions = {
+        "arm": np.zeros((1, 3, 2), np.float32),
+        "say": [["on"]] * 3,
+        "grip": np.zeros((1, 2), int),
+    }
+    with pytest.raises(EnvironmentFailure, match=r"\(1, 3\).* for 'grip', got shape \(1, 2\)"):
+        shard.step(actions)
+    actions["grip"] = np.array([[0, 1, 3]])
+    with pytest.raises(EnvironmentFailure, match=r"'grip'\[2\] is 3 in row 0"):
+        shard.step(actions)
+
+
+class Tolerant(Partial):
+    """A batched simulator of tensors that goes on after an end, and does not say it again."""
+
+    def step(self, actions: torch.Tensor) -> Any:
+        ended, cut = self.advance(actions)
+        return self.state, torch.ones(self.num_envs), ended, cut, {"success": ended}
+
+
+def test_a_batched_simulator_of_tensors_takes_chunks_and_resets_the_rows_that_ended() -> None:
+    env = Tolerant(3, length=2)
+    shard = ShardEnv(BatchedEnv(env, 3, False), action_chunks=Chunks(4, 3))
+    shard.reset()
+    step = shard.step(np.zeros((3, 4), np.int64))
+    assert step.valid.sum(1).tolist() == [2, 3, 3]
+    assert step.terminated.tolist() == [True, True, False]
+    assert step.success is not None
+    assert step.success.tolist() == [True, True, False]
+    assert step.final_observation[:, 0].tolist() == [2, 3, 3]
+    assert step.observation.tolist() == [[0, 2], [0, 2], [3, 1]]
+    assert [len(actions) for actions in env.actions] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_each_sub_step_is_a_picture_of_the_film(vectorization: str, folder: Path) -> None:
+    section = EnvConfig(
+        factory=f"{TESTS / 'odd_sims.py'}:Painter",
+        kwargs={"render_mode": "rgb_array"},
+        vectorization=vectorization,  # type: ignore[arg-type]
+        num_action_chunks=4,
+        eval=EnvModeConfig(save_video=True),
+    )
+    shard = make_shard(section, "eval", 2, lambda row: None, filmed=True)
+    assert shard.film is not None
+    shard.film.next = folder / "one.mp4"
+    shard.reset()
+    for _ in range(5):
+        shard.step(np.zeros((2, 4), np.int64))
+    shard.close()
+    frames = frames_of(folder / "one.mp4", 64, 96)
+    assert np.allclose([red(frame) for frame in frames], 9.6 * np.arange(11), atol=4)
 
 
 def test_without_chunks_a_step_has_one_reward_a_row() -> None:

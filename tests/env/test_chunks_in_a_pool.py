@@ -128,6 +128,19 @@ def test_replanning_at_each_step_plays_cartpole_as_single_actions_do(planners: P
     assert len({episode.length for episode in plain}) > 1
 
 
+def test_a_policy_with_memory_is_told_of_resets_at_the_end_of_a_chunk(planners: Pool) -> None:
+    planners.start(policy="Remembers", chunk=3)
+    episodes, _ = evaluated(
+        planners,
+        f"env.factory={TESTS / 'sims.py'}:make",
+        "env.kwargs.length=7",
+        "env.num_action_chunks=3",
+        "env.eval={total_num_envs: 3, rollout_epoch: 3}",
+    )
+    assert [episode.length for episode in episodes] == [7] * 9
+    assert all(episode.success_at_end for episode in episodes)
+
+
 def test_fetch_reach_plays_its_fifty_steps_in_chunks_of_four(planners: Pool) -> None:
     pytest.importorskip("gymnasium_robotics")
     planners.start(policy="Hold", chunk=4, width=4)
@@ -215,7 +228,7 @@ def test_each_sub_step_is_delayed_as_one_step_is(planners: Pool) -> None:
 
 def test_a_policy_whose_chunk_is_too_short_ends_the_worker_with_both_lengths(planners: Pool) -> None:
     planners.start(chunk=3)
-    with pytest.raises(EnvironmentFailure, match=r"num_action_chunks: 4.*\(1, 4, 1\).*\(1, 3, 1\)"):
+    with pytest.raises(EnvironmentFailure, match=r"^eval-0: .*chunks: 4.*\(1, 4, 1\).*\(1, 3, 1\)"):
         evaluated(planners, LINE, "env.num_action_chunks=4")
 
 
