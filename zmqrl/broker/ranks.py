@@ -1,4 +1,4 @@
-"""Who gets which requests in normal mode: each env has its rollout worker, which waits for all of them."""
+"""Who gets which requests in normal mode: each env has a rollout worker, which waits for all of them."""
 
 from __future__ import annotations
 
