@@ -132,16 +132,19 @@ class StickyQueues:
         return most_shards(self._peers, self._limits, requests)
 
     def _room(self, worker: Worker) -> int:
-        """How many of those without a home may move in with `worker`: it takes its share, no more.
+        """How many of those without a home may move in with `worker`, for all to have equally many.
 
         Those who never ask take no share of anybody's, nor do workers that have never been idle.
         """
         if not len(self._strangers):
             return 0
-        live = [other for other in self._peers.live_workers() if other.ready]
-        homes = sum(other.homes for other in live)
-        clients = min(homes + len(self._strangers), len(self._peers.clients))
-        return -(-clients // len(live)) - worker.homes if live else 0
+        homes = [other.homes for other in self._peers.live_workers() if other.ready]
+        if not homes:
+            return 0
+        clients = min(sum(homes) + len(self._strangers), len(self._peers.clients))
+        share, left = divmod(clients, len(homes))
+        more = sum(count > share for count in homes) < left  # one more than the others have
+        return share + more - worker.homes
 
     def _lost_by_others(self, worker: Worker) -> Iterator[Request]:
         live = self._peers.live_workers()

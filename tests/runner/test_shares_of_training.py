@@ -1,0 +1,63 @@
+"""Whole trainings with an env worker that is ten times slower than the other."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runner.training import COUNTS, LINE, SMALL, Training
+
+UNEVEN = [
+    *SMALL,
+    COUNTS,
+    LINE,
+    "env.delay_sampler={type: constant, delay: 0.01, per_worker: {1: 10.0}}",
+    "algorithm.kwargs.seconds=0.05",
+]
+"""Env worker 0 makes a trajectory of 16 env steps in 0.1 seconds, env worker 1 in 0.8."""
+
+
+def shares(metrics: dict[str, Any]) -> tuple[float, float]:
+    fast, slow = metrics["train/share/env-0"], metrics["train/share/env-1"]
+    assert fast + slow == pytest.approx(1.0)
+    assert (metrics["train/share_max"], metrics["train/share_min"]) == (max(fast, slow), min(fast, slow))
+    return fast, slow
+
+
+def test_the_share_of_each_env_worker_is_reported(folder: Path) -> None:
+    run = Training(folder, *UNEVEN, "runner.max_env_steps=2000")
+    assert run.wait() == 0, run.text()
+    fast, slow = shares(run.result())
+    assert 5 < fast / slow < 15
+    assert "train/share/env-0" in run.records()[-1]
+    assert "largest share" in run.text()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_fast_env_worker_has_no_more_than_the_cap(folder: Path, stages: int) -> None:
+    run = Training(
+        folder,
+        *UNEVEN,
+        "runner.max_env_steps=500",
+        "algorithm.max_env_share=0.6",
+        f"env.pipeline_stages={stages}",
+    )
+    assert run.wait() == 0, run.text()
+    fast, _ = shares(run.result())
+    assert fast == pytest.approx(0.6, abs=0.06)
+
+
+def test_nobody_hangs_when_the_slow_env_worker_is_frozen(folder: Path) -> None:
+    run = Training(folder, *UNEVEN, "algorithm.max_env_share=0.6")
+    run.wait_for_record("env_steps", 150)
+    slow = run.part("start-env-worker", "--rank=1")
+    slow.suspend()
+    try:
+        run.wait_for_record("env_steps", run.records()[-1]["env_steps"] + 1000)
+        assert run.records()[-1]["train/share/env-0"] > 0.7
+    finally:
+        slow.resume()
+    run.stop(signal.SIGTERM)
+    run.wait()
