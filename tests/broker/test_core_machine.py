@@ -337,9 +337,10 @@ class PoolMachine(RuleBasedStateMachine):
         """Check all that was sent against what is owed."""
         self.pool.send()
         names = {client.fake.name for client in self.clients}
-        live = {row["name"] for row in self.pool.status["workers"] if row["state"] != "stuck"}
-        for key, worker in list(self.homes.items()):
-            if key[1] not in names or worker.name not in live or worker.peer in self.pool.gone:
+        stuck = {row["name"] for row in self.pool.status["workers"] if row["state"] == "stuck"}
+        here = [worker.fake for worker in self.workers if worker.fake.peer not in self.pool.gone]
+        for key, home in list(self.homes.items()):
+            if key[1] not in names or home not in here or home.name in stuck:
                 del self.homes[key]  # it may move, or not
         for client in self.all_clients:
             for message in client.fake.take():
