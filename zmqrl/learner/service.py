@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -371,9 +372,10 @@ class Service:
         if shared.closed:
             self._say_that_it_ended()
             return
-        if not self._questions:
-            return
-        held, active = ledger.held(now), ledger.active(now, (peer for peer, _ in self._questions))
+        held: Counter[str] = Counter()
+        active = 0
+        if self._questions and self._gate.max_env_share is not None:
+            held, active = ledger.held(now), ledger.active(now, (peer for peer, _ in self._questions))
         for key, question in list(self._questions.items()):
             if key not in self._questions:
                 continue  # its sender turned out to be gone when another stage was answered
