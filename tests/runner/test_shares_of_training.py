@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from runner.training import COUNTS, LINE, SMALL, Training
 
+pytestmark = pytest.mark.timeout(120)
+
 UNEVEN = [
     *SMALL,
     COUNTS,
@@ -27,7 +29,7 @@ def shares(metrics: dict[str, Any]) -> tuple[float, float]:
 
 
 def test_the_share_of_each_env_worker_is_reported(folder: Path) -> None:
-    run = Training(folder, *UNEVEN, "runner.max_env_steps=2000")
+    run = Training(folder, *UNEVEN, "runner.max_env_steps=1200")
     assert run.wait() == 0, run.text()
     fast, slow = shares(run.result())
     assert 5 < fast / slow < 15
@@ -40,7 +42,7 @@ def test_a_fast_env_worker_has_no_more_than_the_cap(folder: Path, stages: int) -
     run = Training(
         folder,
         *UNEVEN,
-        "runner.max_env_steps=500",
+        "runner.max_env_steps=400",
         "algorithm.max_env_share=0.6",
         f"env.pipeline_stages={stages}",
     )
@@ -55,7 +57,7 @@ def test_nobody_hangs_when_the_slow_env_worker_is_frozen(folder: Path) -> None:
     slow = run.part("start-env-worker", "--rank=1")
     slow.suspend()
     try:
-        run.wait_for_record("env_steps", run.records()[-1]["env_steps"] + 1000)
+        run.wait_for_record("env_steps", run.records()[-1]["env_steps"] + 600)
         assert run.records()[-1]["train/share/env-0"] > 0.7
     finally:
         slow.resume()
