@@ -67,7 +67,7 @@ def test_the_stock_decoder_never_sees_received_bytes() -> None:
 
 
 def test_the_client_imports_only_its_four_dependencies() -> None:
-    modules = {"client", "connection", "errors", "pending", "spaces", "trajectory"}
+    modules = {"asking", "client", "connection", "errors", "pending", "spaces", "trajectory"}
     thin = [ROOT / "zmqrl" / f"{name}.py" for name in (*modules, "__init__")]
     for room in ("recording", "transport"):
         thin += (ROOT / "zmqrl" / room).glob("*.py")
@@ -93,6 +93,7 @@ def test_a_room_imports_none_of_the_rooms_below_it() -> None:
         "trajectory",
         "recording",
         "connection",
+        "asking",
         "pending",
         "client",
         "process",

@@ -7,20 +7,23 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Dict, Optional, Union
 
-from zmqrl.connection import Connection, Request
-from zmqrl.errors import ClientClosed, ClientInUse, EncodeError
+from zmqrl.asking import (
+    checked_mode,
+    checked_name,
+    checked_place,
+    checked_timeout,
+    encoded_observation,
+    request_of,
+)
+from zmqrl.connection import Connection
+from zmqrl.errors import ClientClosed, ClientInUse
 from zmqrl.pending import Pending
 from zmqrl.transport import sockets
-from zmqrl.transport.codec import encode
-from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, MAX_FRAMES, Header, Op, policy_id_of
 from zmqrl.transport.security import Keys
-from zmqrl.transport.tree import rows_of, with_axis, without_axis
+from zmqrl.transport.tree import with_axis, without_axis
 
 if TYPE_CHECKING:
     from zmqrl.recording import Recording
-
-
-_INFER = int(Op.INFER)  # a member of an enum costs at every look, and to pack
 
 
 class PolicyClient:
@@ -78,16 +81,10 @@ class PolicyClient:
         keys: Union[str, os.PathLike[str], None] = None,
     ) -> None:
         self.endpoint = endpoint or sockets.local_endpoint("frontend")
-        self.timeout = _checked_timeout(timeout)
-        if (rank is None) != (world_size is None):
-            raise ValueError("give rank and world_size together")
-        if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in 0 … world_size - 1 ({world_size - 1})")
-        if name is not None and not (0 < len(name) <= 200 and name.isprintable()):
-            raise ValueError(f"a name has 1 to 200 printable characters, not {name!r}")
-        self.mode = _checked_mode(mode)
-        self.name = name or f"client-{os.urandom(4).hex()}"
-        self._place = {} if rank is None else {"rank": rank, "world_size": world_size}
+        self.timeout = checked_timeout(timeout)
+        self._place = checked_place(rank, world_size)
+        self.name = checked_name(name) or f"client-{os.urandom(4).hex()}"
+        self.mode = checked_mode(mode)
         self._max_message_mb = max_message_mb
         self._keys = None if keys is None else Keys.load(keys, "client")
         # Later processes of one name have larger numbers; a fork and a rebuilt socket keep theirs.
@@ -185,28 +182,14 @@ class PolicyClient:
             TrainingEnded: It wants no more.
             ValueError: The rows are not those of `envs`.
         """
-        chosen = self.mode if mode is None else _checked_mode(mode)
-        seconds = self.timeout if timeout is None else _checked_timeout(timeout)
+        chosen = self.mode if mode is None else checked_mode(mode)
+        seconds = self.timeout if timeout is None else checked_timeout(timeout)
         # Copied once: here, or into shared memory.
         borrowed = copy and self._connection.shares_memory
-        encoded = encode(observation, copy and not borrowed)
-        rows = rows_of(observation) if encoded.rows is None else encoded.rows
-        if self._rows is not None and rows != self._rows and not policy:
-            raise ValueError(
-                f"the observation has {rows} rows, but envs has {self._rows} simulators; infer_one() "
-                "takes an observation that has no batch axis"
-            )
-        if rows == 0:
-            raise EncodeError("the observation has no rows: there is nothing to act on")
-        size = len(encoded.meta) + sum(map(len, encoded.buffers))
-        if size > (self._max_message_mb << 20) - HEADER_SIZE:
-            raise EncodeError(
-                f"the observation has {size / 2**20:.1f} MiB; max_message_mb is {self._max_message_mb}"
-            )
-        if len(encoded.buffers) > MAX_FRAMES:
-            raise EncodeError(
-                f"the observation has {len(encoded.buffers)} large arrays; {MAX_FRAMES} go"
-            )
+        simulators = None if policy else self._rows
+        parts, rows = encoded_observation(
+            observation, copy and not borrowed, simulators, self._max_message_mb
+        )
         if not 0 <= stage < 256:
             raise ValueError(f"stage must be in 0 … 255, not {stage!r}")
         deadline = time.monotonic() + seconds
@@ -218,19 +201,19 @@ class PolicyClient:
                     # In normal mode others must not wait at a barrier for what may not be asked.
                     connection.rest(stage)
                 self._recording.wait_to_begin(stage, deadline)
-            header = Header(
-                _INFER,
-                flags=(FLAG_EVAL if chosen == "eval" else 0) | connection.flags,
-                request_id=self._next_id,
-                stage=stage,
-                frames=len(encoded.buffers),
-                rows=rows,
-                signature=encoded.signature,
-                policy_id=policy_id_of(policy),
-                policy_version=version,
+            request = request_of(
+                parts,
+                rows,
+                deadline,
+                borrowed,
+                self._next_id,
+                chosen,
+                connection.flags,
+                stage,
+                policy,
+                version,
             )
             self._next_id += 1
-            request = Request(header, encoded.meta, encoded.buffers, deadline, borrowed)
             connection.start(request)
             pending = Pending(self._exclusive, connection, request)
             if recorded:
@@ -400,18 +383,6 @@ def _waited_for(pending: Pending) -> Dict[str, Any]:
     except BaseException:
         pending.cancel()  # nobody waits for it any more
         raise
-
-
-def _checked_timeout(timeout: float) -> float:
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < 1e7:
-        raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
-    return float(timeout)
-
-
-def _checked_mode(mode: str) -> str:
-    if mode not in ("train", "eval"):
-        raise ValueError(f"mode must be 'train' or 'eval', not {mode!r}")
-    return mode
 
 
 def _action_space_of(envs: Any) -> Any:
