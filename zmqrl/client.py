@@ -290,6 +290,35 @@ class PolicyClient:
         with self._exclusive() as connection:
             connection.phase(name)
 
+    def fileno(self) -> int:
+        """A file descriptor for a loop that waits for this client and for others.
+
+        It is for reading, in `select`, a selector, or a poller, and stays the same until `close`; a
+        forked process gets one of its own. The loop that calls it:
+
+            selector.register(policy, selectors.EVENT_READ)
+            pending = policy.submit(obs)
+            while not pending.done():
+                selector.select(policy.catch_up())
+
+        It tells of what has come since the client was last called: any call may take in, with or without
+        telling so, what has come before. So call `catch_up` last before each wait.
+        """
+        with self._exclusive() as connection:
+            return connection.fileno()
+
+    def catch_up(self) -> float:
+        """Take in what has arrived, and do what is due, such as to ask after what stays silent.
+
+        It does not wait. Afterwards `Pending.done()` tells of each request whether it has ended.
+
+        Returns:
+            Seconds after which to call it again although `fileno` is silent; infinite if nothing is
+            awaited.
+        """
+        with self._exclusive() as connection:
+            return connection.catch_up()
+
     def close(self) -> None:
         """Say goodbye and close the socket; pending requests end in `ClientClosed`.
 
