@@ -157,7 +157,8 @@ class Connection:
             Seconds until more is due; infinite if nothing is awaited.
         """
         while True:
-            self._receive(_NO_REQUEST)
+            if sockets.has_input(self._socket):
+                self._receive(_NO_REQUEST)
             if not self.requests:
                 return float("inf")
             now = time.monotonic()
