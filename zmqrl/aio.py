@@ -194,7 +194,7 @@ class AsyncPolicyClient:
                     future.set_exception(error)
             return
         # One that is too early costs a look; to make it anew for each request would cost more.
-        if due < float("inf") and (self._timer is None or due < self._timer.when()):
+        if self._timer is None or due < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_at(due, self._on_time)

@@ -301,8 +301,8 @@ class PolicyClient:
             while not pending.done():
                 selector.select(policy.catch_up())
 
-        It tells of what has come since the client was last called: any call may take in, with or without
-        telling so, what has come before. So call `catch_up` last before each wait.
+        It tells of what comes after the last call of the client: any call may take in what has come
+        before, and the sign of it. So call `catch_up` last before each wait.
         """
         with self._exclusive() as connection:
             return connection.fileno()
@@ -313,8 +313,8 @@ class PolicyClient:
         It does not wait. Afterwards `Pending.done()` tells of each request whether it has ended.
 
         Returns:
-            Seconds after which to call it again although `fileno` is silent; infinite if nothing is
-            awaited.
+            Seconds that may be waited; 0 if a request has ended since the last call, so that nobody
+            waits before having looked.
         """
         with self._exclusive() as connection:
             return connection.catch_up()

@@ -64,6 +64,9 @@ _FATAL: Dict[str, Type[ClientError]] = {
 }
 
 
+_AT_EASE = 60.0
+"""Seconds until somebody who awaits nothing need look again; a selector takes no infinite time."""
+
 _NO_REQUEST = Request(Header(Op.INFER), b"", [], float("inf"))
 """Never done: who awaits it reads all that has arrived."""
 
@@ -96,6 +99,7 @@ class Connection:
         self._refusal = (float("-inf"), "")  # when the broker last said that it is full, and how
         self._lane = Lane()
         self._watch: Optional[select.epoll] = None
+        self._untold = False  # whether a request has ended since the last `catch_up`
         self._connect()
 
     @property
@@ -154,23 +158,25 @@ class Connection:
         """Take in all that has arrived, and do what is due.
 
         Returns:
-            Seconds until more is due; infinite if nothing is awaited.
+            Seconds until more is due; 0 if a request has ended since the last call.
         """
         while True:
             if sockets.has_input(self._socket):
                 self._receive(_NO_REQUEST)
-            if not self.requests:
-                return float("inf")
-            now = time.monotonic()
-            wake = min(self._suspicion.due, min(r.look_at for r in self.requests.values()))
-            if now < wake:
-                return wake - now
-            if now >= self._suspicion.due:
-                self._heed(self._suspicion.glance())
-            for request in list(self.requests.values()):
-                if now >= request.look_at:
-                    self._look_after(request, now)
-            # Again from the start: what is sent takes the sign of what has come away.
+            pause = _AT_EASE
+            if self.requests:
+                now = time.monotonic()
+                wake = min(self._suspicion.due, min(r.look_at for r in self.requests.values()))
+                if now >= wake:
+                    if now >= self._suspicion.due:
+                        self._heed(self._suspicion.glance())
+                    for request in list(self.requests.values()):
+                        if now >= request.look_at:
+                            self._look_after(request, now)
+                    continue  # what was sent has taken the sign of what has come meanwhile
+                pause = min(wake - now, _AT_EASE)
+            untold, self._untold = self._untold, False
+            return 0.0 if untold else pause
 
     def fileno(self) -> int:
         """A file that is readable when `catch_up` has something to do; the same until `close`."""
@@ -334,6 +340,8 @@ class Connection:
         del self.requests[request.header.request_id]
         if request.slot is not None:
             self._lane.slots.give_back(request.slot, request.read_once)
+        if request.ended is None:
+            self._untold = True
         request.end(result, error)
 
     # -- Receiving
