@@ -177,8 +177,10 @@ class Policy:
         return self._client.fileno()
 
     def has_news(self) -> bool:
-        self._client.catch_up()
-        return self._pending is not None and self._pending.done()
+        if self._pending is not None:
+            return self._pending.done()
+        self._client.catch_up()  # nothing is awaited; else its file would go on to call
+        return False
 
     def take(self) -> bool:
         pending, self._pending = self._pending, None
