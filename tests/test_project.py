@@ -166,6 +166,14 @@ print(sorted(loaded))
         cwd=tmp_path,
     )
     assert done.stdout.strip() == "distance to the goal: [0. 0. 0. 0.]", done.stderr
+    done = subprocess.run(
+        [python, ROOT / "examples" / "own_asyncio.py", pool.frontend],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=tmp_path,
+    )
+    assert done.stdout.count("distance to the goal 0.000") == 8, done.stderr
     refused = subprocess.run(
         [python, "-m", "zmqrl", "start-broker"], capture_output=True, text=True, cwd=tmp_path
     )
