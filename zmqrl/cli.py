@@ -27,6 +27,8 @@ _STATUS_TIMEOUT = 4.0
 
 _OVERRIDES = "configuration keys to override, such as rollout.rollout_queue_size=4"
 
+_CHECK_ENV = "only look at the simulator, and say what is found; exits with 1 if something is wrong"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -93,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         "--on-demand", action="store_true", help="eval: whenever the learner asks, not at once"
     )
 
+    env.add_argument("--check-env", action="store_true", help=_CHECK_ENV)
+
     reward = add("start-reward-worker", parts.start_reward_worker, "Run a reward model for the pool.")
     reward.add_argument("--model", metavar="MODULE:FACTORY", help="or file.py:factory")
     reward.add_argument("--rank", type=int, help="its number, from 0")
@@ -106,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--json", metavar="FILE", type=Path, help="write the last metrics to FILE")
 
     evaluate = add("evaluate", _evaluate, "Run broker, rollout and env workers here, and evaluate.")
+    evaluate.add_argument("--check-env", action="store_true", help=_CHECK_ENV)
     evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the metrics to FILE")
 
     status = add("status", _status, "Show who is connected to a broker, what each does, and what waits.")
@@ -151,6 +156,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     from zmqrl.runner.evaluate import evaluate
 
     loaded = config.load(options.config, options.overrides)
+    if options.check_env:
+        return parts.check_env(loaded, "eval")
     _check_json_file(options.json)
     stop = StopSignal(patience_s=30)  # the launcher itself bounds its children's end
     evaluate(loaded, Console(), stop.install(), options.json)
@@ -238,5 +245,9 @@ def _show_cause(error: BaseException) -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    # The last line is what a launcher passes on: a traceback that came along stands before it.
+    words, _, trace = message.partition("\n\n")
+    if trace:
+        print(trace.rstrip(), file=sys.stderr)
+    print(f"error: {words}", file=sys.stderr)
     return code

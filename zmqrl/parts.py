@@ -16,7 +16,7 @@ from zmqrl.errors import ConfigError
 from zmqrl.process import StopSignal
 
 if TYPE_CHECKING:
-    from zmqrl.config import Config
+    from zmqrl.config import Config, Mode
     from zmqrl.rollout.policy import Policy
     from zmqrl.rollout.versions import PolicyVersions
     from zmqrl.rollout.worker import RolloutWorker
@@ -157,8 +157,9 @@ def start_env_worker(options: argparse.Namespace) -> int:
     from zmqrl.telemetry.table import results
 
     loaded = config.load(options.config, options.overrides)
-    if loaded.env.id is None and loaded.env.factory is None:
-        raise ConfigError("no simulator is named: set env.id to a Gymnasium id, or env.factory")
+    if options.check_env:
+        return check_env(loaded, options.mode)
+    _check_env_is_named(loaded)
     _check_rank(options.rank, loaded.env_workers(options.mode), "env")
     stop = StopSignal().install()
     worker = EnvWorker(loaded, options.mode, options.rank, stop, options.on_demand)
@@ -175,6 +176,21 @@ def start_env_worker(options: argparse.Namespace) -> int:
     if not finished:
         say_interrupted(stop)
     return 0
+
+
+def check_env(loaded: Config, mode: Mode) -> int:
+    """Look at the simulator without a pool, print what is found, and return 1 if something is wrong."""
+    from zmqrl.env.checks import EnvCheck
+
+    _check_env_is_named(loaded)
+    check = EnvCheck(loaded, mode, lambda words: print(words, flush=True))
+    check.run()
+    return 1 if check.errors else 0
+
+
+def _check_env_is_named(loaded: Config) -> None:
+    if loaded.env.id is None and loaded.env.factory is None:
+        raise ConfigError("no simulator is named: set env.id to a Gymnasium id, or env.factory")
 
 
 def _worker(policy: Policy | PolicyVersions, loaded: Config, **more: Any) -> RolloutWorker:

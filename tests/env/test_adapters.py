@@ -507,7 +507,7 @@ class Odd(ReusedArrays):
 @pytest.mark.parametrize(
     ("observation", "reward", "message"),
     [
-        (np.zeros((2, 1)), np.zeros(3), r"rewards of shape \(2,\), got \(3,\)"),
+        (np.zeros((2, 1), np.float32), np.zeros(3), r"rewards of shape \(2,\), got \(3,\)"),
         (np.zeros((3, 1)), np.zeros(2), r"2 rows of numbers or text in observation, got shape \(3, 1\)"),
         ({"a": (None, np.zeros(2))}, np.zeros(2), r"in observation\.a\[0\], got shape \(\)"),
         (np.array([None, None]), np.zeros(2), "dtype object"),

@@ -22,6 +22,7 @@ PPO = [
     "actor={global_batch_size: 32, model: {hidden_sizes: [16]}}",
     "env.id=CartPole-v1",
 ]
+PPO_IN_A_BOX = [*PPO[:2], "env.id=Pendulum-v1", "env.clip_actions=true"]
 SAC = [
     "algorithm={name: sac, updates_per_env_step: 0.25, update_epoch: 4}",
     "actor={global_batch_size: 16, model: {hidden_sizes: [16]}}",
@@ -35,7 +36,7 @@ def balanced(result: dict[str, Any]) -> bool:
     return bool(result["trajectories_sent"] == sum(result[f"trajectories_{name}"] for name in names))
 
 
-@pytest.mark.parametrize("algorithm", [PPO, SAC], ids=["ppo", "sac"])
+@pytest.mark.parametrize("algorithm", [PPO, PPO_IN_A_BOX, SAC], ids=["ppo", "box", "sac"])
 def test_a_training_runs_to_its_end_and_accounts_for_every_trajectory(
     folder: Path, algorithm: list[str]
 ) -> None:

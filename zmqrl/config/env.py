@@ -107,18 +107,19 @@ class EnvConfig(Section):
     )
     pipeline_stages: int = Field(1, ge=1, le=8, description="groups of envs that are stepped in turn")
     rescale_actions: bool = Field(False, description="map actions from [-1, 1] to the Box")
+    clip_actions: bool = Field(False, description="to the Box; else one outside is an error")
+    info_keys: list[str] = Field(
+        default_factory=list, description="infos that the observation gets, for each env"
+    )
+    task_description: str | None = Field(
+        None, description="for every env, in the observation under task_descriptions"
+    )
     success_key: str | None = Field(None, description="null: success, then is_success")
     torch_threads: int = Field(1, ge=1, description="of each env worker, if its simulator uses torch")
     request_timeout_s: PositiveSeconds = Field(300.0, description="for actions to come")
     delay_sampler: DelayConfig = DelayConfig()
     train: EnvModeConfig = EnvModeConfig()
     eval: EnvModeConfig = EnvModeConfig()
-
-    @model_validator(mode="after")
-    def _film_in_this_process(self) -> EnvConfig:
-        if self.eval.save_video and self.vectorization == "async":
-            raise ValueError("eval.save_video needs vectorization: sync")
-        return self
 
     @model_validator(mode="after")
     def _one_simulator(self) -> EnvConfig:

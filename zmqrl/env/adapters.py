@@ -14,10 +14,9 @@ simulator is stepped past its end.
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -29,13 +28,10 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from zmqrl.env import wrappers
-from zmqrl.env.conversion import (
-    Tree,
-    actions_for,
-    observation_tree,
-    put_row,
-)
+from zmqrl.env.actions import actions_for
+from zmqrl.env.conversion import Tree, check_batchable
 from zmqrl.env.film import Film
+from zmqrl.env.observations import Observations
 from zmqrl.errors import ConfigError, EnvironmentFailure, ZmqrlError
 from zmqrl.transport.rows import one_per_row
 
@@ -88,12 +84,14 @@ class ShardEnv:
 
     Attributes:
         num_envs: The number of rows, N.
+        vector_env: The simulators.
         name: What errors call the simulator.
         single_action_space: The action space of one row.
         autoreset_mode: How the vector env begins the next episode of a row.
         seeds_every_episode: Whether each episode begins with its seed. A vector env that resets by
             itself takes seeds in `reset` only.
         before_reset: Called before rows are reset here.
+        film: What films the first row; None if it does not render.
     """
 
     def __init__(
@@ -104,6 +102,9 @@ class ShardEnv:
         name: str | None = None,
         success_key: str | None = None,
         rescale_actions: bool = False,
+        clip_actions: bool = False,
+        info_keys: Sequence[str] = (),
+        task_description: str | None = None,
     ) -> None:
         """Wrap a ready vector env, which the shard then owns.
 
@@ -115,9 +116,13 @@ class ShardEnv:
             name: What errors call the simulator.
             success_key: The key of infos that tells success; None for `success`, then `is_success`.
             rescale_actions: Map actions from [-1, 1] to the Box.
+            clip_actions: Clip actions to the Box; else one outside is an error.
+            info_keys: Infos that the observation gets.
+            task_description: For every row, in the observation under `task_descriptions`.
 
         Raises:
             ConfigError: `rescale_actions` without a bounded Box.
+            EnvironmentFailure: A space cannot be batched.
         """
         self.num_envs = vector_env.num_envs
         self.name = name or str(vector_env)
@@ -127,29 +132,32 @@ class ShardEnv:
         )
         self.seeds_every_episode = self.autoreset_mode is AutoresetMode.DISABLED
         self.before_reset: Callable[[], None] = lambda: None
-        self._vector_env = vector_env
+        self.vector_env = vector_env
         self._base: Any = vector_env.unwrapped
         self._seed_of = seed_of
         self._success_keys = (success_key,) if success_key else ("success", "is_success")
         self._reports_success = False
         self._rescale = rescale_actions
-        # What a vector env does not copy, it may overwrite in its next step or reset.
-        self._copy = getattr(self._base, "copy", None) is not True
+        self._clip = clip_actions
+        observation_space: Any = getattr(vector_env, "single_observation_space", None)
+        self._observations = Observations(
+            self.name,
+            observation_space,
+            self.num_envs,
+            # What a vector env does not copy, it may overwrite in its next step or reset.
+            copy=getattr(self._base, "copy", None) is not True,
+            info_keys=info_keys,
+            task=task_description,
+        )
+        self.film: Film | None = None
+        if getattr(vector_env, "render_mode", None) is not None:
+            self.film = Film(vector_env.render, vector_env.metadata.get("render_fps"))
         self._resets_next = np.zeros(self.num_envs, np.bool_)
         self._failed = False
         space = self.single_action_space
+        check_batchable(self.name, observation_space, space)
         if rescale_actions and not (isinstance(space, spaces.Box) and space.is_bounded()):
             raise ConfigError(f"env.rescale_actions needs a bounded Box, but {self.name} takes {space}")
-
-    @property
-    def film(self) -> Film | None:
-        """What films the first row; None if nothing does."""
-        env: Any = next(iter(getattr(self._base, "envs", [])), None)
-        while isinstance(env, gymnasium.Wrapper):
-            if isinstance(env, Film):
-                return env
-            env = env.env
-        return None
 
     @property
     def policy_action_space(self) -> spaces.Space[Any]:
@@ -167,32 +175,40 @@ class ShardEnv:
             EnvironmentFailure: The simulator failed.
         """
         self._resets_next[:] = False
-        return self._reset(np.ones(self.num_envs, np.bool_), options=None)
+        observation = self._reset(np.ones(self.num_envs, np.bool_), options=None)
+        if self.film is not None:
+            self.film.began()
+        return observation
 
     def step(self, actions: Any) -> Step:
         """Step every row, and begin the next episode of those that have finished.
 
         Args:
-            actions: Array `[N, *action shape]`, clipped to a Box and cast to the dtype of the action
-                space; for a Dict or Tuple action space its tree, which is passed on as it is.
+            actions: Array `[N, *action shape]`; for a Dict or Tuple action space a tree of such arrays.
+                They are cast to the dtype of the action space.
 
         Raises:
-            EnvironmentFailure: The actions have the wrong shape or hold NaN, or the simulator failed.
+            EnvironmentFailure: The actions have the wrong shape, hold NaN or are outside the action
+                space, or the simulator failed.
         """
         try:
             actions = actions_for(
-                self.single_action_space, self.num_envs, actions, rescale=self._rescale
+                self.single_action_space,
+                self.num_envs,
+                actions,
+                rescale=self._rescale,
+                clip=self._clip,
             )
         except ValueError as error:
-            raise EnvironmentFailure(f"{self.name} cannot take the actions: {error}") from error
+            raise EnvironmentFailure(f"{self.name} cannot take the actions: {error}") from None
         valid = ~self._resets_next
         self._draw_seeds(self._resets_next)
         with self._guard("step"):
             start = time.perf_counter()
-            observation, reward, terminated, truncated, infos = self._vector_env.step(actions)
+            observation, reward, terminated, truncated, infos = self.vector_env.step(actions)
             seconds = time.perf_counter() - start
             step = Step(
-                observation=self._tree(observation),
+                observation=self._observations.of_step(observation, infos),
                 reward=np.where(valid, self._per_row("rewards", reward, np.float64), 0.0),
                 terminated=self._per_row("terminations", terminated, np.bool_) & valid,
                 truncated=self._per_row("truncations", truncated, np.bool_) & valid,
@@ -206,6 +222,8 @@ class ShardEnv:
             if step.success is not None:
                 step.success &= valid
         done = step.terminated | step.truncated
+        if self.film is not None:
+            self.film.stepped(bool(done[0]), self.autoreset_mode is not AutoresetMode.SAME_STEP)
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             self._resets_next = done
         else:
@@ -220,6 +238,8 @@ class ShardEnv:
         Raises:
             EnvironmentFailure: The simulator failed.
         """
+        if self.film is not None:
+            self.film.close()
         if self._base.closed:
             return
         if self._failed and isinstance(self._base, AsyncVectorEnv):
@@ -230,7 +250,7 @@ class ShardEnv:
             self._base.closed = True
             return
         with self._guard("close"):
-            self._vector_env.close()
+            self.vector_env.close()
 
     def _end_episodes(self, step: Step, done: Rows, infos: dict[str, Any]) -> None:
         match self.autoreset_mode:
@@ -238,7 +258,8 @@ class ShardEnv:
                 step.final_observation = step.observation
                 start = time.perf_counter()
                 # The vector env takes the mask out of the options; the simulator does not see it.
-                step.observation = self._reset(done, options={"reset_mask": done.copy()})
+                options = {"reset_mask": done.copy()}
+                step.observation = self._reset(done, options, before=step.observation)
                 step.reset_seconds = time.perf_counter() - start
             case AutoresetMode.NEXT_STEP:
                 step.final_observation = step.observation
@@ -247,12 +268,12 @@ class ShardEnv:
                 with self._guard("step"):
                     self._take_the_end_from_infos(step, done, infos)
 
-    def _reset(self, rows: Rows, options: dict[str, Any] | None) -> Tree:
+    def _reset(self, rows: Rows, options: dict[str, Any] | None, before: Tree = None) -> Tree:
         seeds = self._draw_seeds(rows)
         self.before_reset()
         with self._guard("reset"):
-            observation, _ = self._vector_env.reset(seed=seeds, options=options)
-            return self._tree(observation)
+            observation, infos = self.vector_env.reset(seed=seeds, options=options)
+            return self._observations.of_reset(observation, infos, before, rows)
 
     def _draw_seeds(self, rows: Rows) -> Any:
         seeds = [self._seed_of(row) if rows[row] else None for row in range(self.num_envs)]
@@ -262,13 +283,7 @@ class ShardEnv:
         return given[0] if given else None
 
     def _take_the_end_from_infos(self, step: Step, done: Rows, infos: dict[str, Any]) -> None:
-        final = infos["final_obs"]
-        if isinstance(final, np.ndarray) and final.dtype == object:
-            step.final_observation = copy.deepcopy(step.observation)
-            for row in np.flatnonzero(done):
-                put_row(step.final_observation, int(row), final[row])
-        else:
-            step.final_observation = self._tree(final)
+        step.final_observation = self._observations.of_the_end(step.observation, infos, done)
         ended = self._successes(infos.get("final_info", {}))
         if ended is not None:
             others = False if step.success is None else step.success
@@ -286,9 +301,6 @@ class ShardEnv:
     def _per_row(self, what: str, values: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         rows: npt.NDArray[Any] = one_per_row(what, values, self.num_envs, dtype)
         return rows
-
-    def _tree(self, observation: Any) -> Tree:
-        return observation_tree(observation, self.num_envs, copy=self._copy)
 
     @contextmanager
     def _guard(self, what: str) -> Iterator[None]:
@@ -314,6 +326,10 @@ def errors_named(name: str, what: str, quiet: bool) -> Iterator[None]:
     except gymnasium.error.UnregisteredEnv as error:
         raise EnvironmentFailure(f"there is no simulator {name}: {error}") from error
     except wrappers.SubEnvError as error:
-        raise EnvironmentFailure(f"{name} failed in {what}: {error}") from error
+        # In one line; the traceback is shown with the cause.
+        words, _, trace = str(error).partition("\n\n")
+        cause = (error.__cause__ or error) if trace else None
+        raise EnvironmentFailure(f"{name} failed in {what}: {words}") from cause
     except Exception as error:
-        raise EnvironmentFailure(f"{name} failed in {what}: {type(error).__name__}: {error}") from error
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EnvironmentFailure(f"{name} failed in {what}: {words}") from error

@@ -1,51 +1,24 @@
-"""Values on their way to and from a simulator: actions, observations, and one number a row."""
+"""What simulators show, in the form of a tree."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
+from zmqrl.errors import EnvironmentFailure
+
 Array: TypeAlias = npt.NDArray[Any]
 Tree: TypeAlias = Any
 """A dict, list or tuple of trees, or a leaf: an array `[N, ...]`, or a list of N str."""
 
+NUMERIC = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+"""The kinds of spaces that are made of numbers."""
 
-def actions_for(space: spaces.Space[Any], rows: int, actions: Any, *, rescale: bool = False) -> Any:
-    """Make `actions` fit for a batch of simulators.
-
-    Args:
-        space: The action space of one row.
-        rows: The number of rows, N.
-        actions: Array `[N, *space.shape]`. For a space without numbers of its own (Dict, Tuple, Text)
-            anything, which is passed on as it is.
-        rescale: Map from [-1, 1] to the bounds of a Box.
-
-    Returns:
-        The actions in the dtype of the space, and within the bounds of a Box.
-
-    Raises:
-        ValueError: The shape or dtype is wrong, or an action is NaN.
-    """
-    numeric = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-    if not isinstance(space, numeric):
-        return actions
-    array = np.asarray(actions)
-    shape = (rows, *(space.shape or ()))
-    if array.dtype.kind not in "biuf" or array.shape != shape:
-        raise ValueError(
-            f"expected shape {shape} and dtype {space.dtype}, "
-            f"got shape {array.shape} and dtype {array.dtype}"
-        )
-    if array.dtype.kind == "f" and np.isnan(array).any():
-        bad = np.unique(np.argwhere(np.isnan(array))[:, 0]).tolist()
-        raise ValueError(f"they hold NaN in rows {bad}")
-    if isinstance(space, spaces.Box):
-        array = _into_box(array, space, rescale)
-    return array.astype(space.dtype, copy=False)
+_UNBATCHED = (spaces.Graph, spaces.Sequence, spaces.OneOf)
 
 
 def observation_tree(node: Any, rows: int, *, copy: bool, path: str = "observation") -> Tree:
@@ -97,18 +70,32 @@ def put_row(tree: Tree, row: int, item: Any) -> None:
 
 def has_text(space: spaces.Space[Any]) -> bool:
     """Whether text is anywhere in `space`."""
+    return any(isinstance(leaf, spaces.Text) for _, leaf in space_leaves(space))
+
+
+def space_leaves(space: spaces.Space[Any], path: str = "") -> Iterator[tuple[str, spaces.Space[Any]]]:
+    """The spaces that `space` is made of, with their paths, such as `images.wrist`."""
     if isinstance(space, spaces.Dict):
-        return any(has_text(child) for child in space.values())
-    if isinstance(space, spaces.Tuple):
-        return any(has_text(child) for child in space.spaces)
-    return isinstance(space, spaces.Text)
+        for key, child in space.items():
+            yield from space_leaves(child, f"{path}.{key}" if path else str(key))
+    elif isinstance(space, spaces.Tuple):
+        for index, child in enumerate(space.spaces):
+            yield from space_leaves(child, f"{path}[{index}]")
+    else:
+        yield path, space
 
 
-def _into_box(actions: Array, box: spaces.Box, rescale: bool) -> Array:
-    if rescale:
-        low, high = box.low.astype(np.float64), box.high.astype(np.float64)
-        actions = low + (np.clip(actions, -1.0, 1.0) + 1.0) / 2.0 * (high - low)
-    if actions.dtype.kind == "f" and np.issubdtype(box.dtype, np.integer):
-        actions = np.rint(actions)
-    clipped: Array = np.clip(actions, box.low, box.high)
-    return clipped
+def check_batchable(name: str, observation: spaces.Space[Any], action: spaces.Space[Any]) -> None:
+    """Look whether rows with these spaces can stand in one array.
+
+    Raises:
+        EnvironmentFailure: One cannot; names simulator and key.
+    """
+    for what, space in (("observation", observation), ("action", action)):
+        for path, leaf in space_leaves(space):
+            if isinstance(leaf, _UNBATCHED):
+                where = f"{what} {path!r}" if path else what
+                raise EnvironmentFailure(
+                    f"{name} has the space {leaf!s:.100} for its {where}: its rows differ in size, so "
+                    "they cannot be batched; wrap it to give a Box of the largest size, or text"
+                )

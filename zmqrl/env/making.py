@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+from gymnasium.error import CustomSpaceError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from zmqrl.config import EnvConfig, EnvModeConfig, Mode
 from zmqrl.env import wrappers
 from zmqrl.env.adapters import AnyVectorEnv, SeedOf, ShardEnv, errors_named
 from zmqrl.env.conversion import has_text
-from zmqrl.env.film import Film
 from zmqrl.errors import ConfigError
 from zmqrl.imports import import_object, make_importable
 
@@ -58,8 +58,13 @@ def make_shard(
         name=name,
         success_key=config.success_key,
         rescale_actions=config.rescale_actions,
+        clip_actions=config.clip_actions,
+        info_keys=config.info_keys,
+        task_description=config.task_description,
     )
-    if filmed and shard.film is None:
+    if not filmed:
+        shard.film = None
+    elif shard.film is None:
         log.warning("%s does not render (render_mode rgb_array), so there is no video", name)
     if config.of_mode(mode).use_fixed_reset_state_ids and not shard.seeds_every_episode:
         shard.close()
@@ -143,28 +148,30 @@ def _one_env(reference: str, config: EnvConfig, limits: EnvModeConfig) -> wrappe
 
 def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable[[Any], Any]]:
     chosen: list[Callable[[Any], Any]] = []
-    if limits.save_video and config.vectorization == "sync":
-        chosen.append(_film)
     if limits.ignore_terminations:
         chosen.append(wrappers.IgnoreTerminations)
     if config.autoreset_mode == "same_step":
         chosen.append(wrappers.KeepFinalObservation)
-    if config.vectorization == "async":
-        chosen.append(wrappers.PortableErrors)
+    chosen.append(wrappers.Row)
     return chosen
-
-
-def _film(env: wrappers.Env) -> wrappers.Env:
-    return Film(env) if env.render_mode == "rgb_array" else env
 
 
 def _vectorise(build: Callable[[dict[str, Any]], AnyVectorEnv], config: EnvConfig) -> AnyVectorEnv:
     kwargs: dict[str, Any] = {"autoreset_mode": AutoresetMode[config.autoreset_mode.upper()]}
-    vector_env = build(kwargs)
-    if config.vectorization == "async" and has_text(vector_env.single_observation_space):
+    try:
+        vector_env = build(kwargs)
+    except ValueError as error:
+        if not isinstance(error.__cause__, CustomSpaceError):
+            raise
+        # Spaces of the simulator's own, such as MiniGrid's missions, do not go into shared memory.
+        vector_env = build({**kwargs, "shared_memory": False})
+    shared = isinstance(vector_env, AsyncVectorEnv) and vector_env.shared_memory
+    if shared and has_text(vector_env.single_observation_space):
         # AsyncVectorEnv reads text from its shared memory once, and shows that text for ever.
         vector_env.close()
         vector_env = build({**kwargs, "shared_memory": False})
+    if isinstance(vector_env, (SyncVectorEnv, AsyncVectorEnv)):
+        vector_env.set_attr("zmqrl_row", list(range(vector_env.num_envs)))
     return vector_env
 
 

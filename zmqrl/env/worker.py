@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,13 @@ from zmqrl.env.orders import Order, Orders
 from zmqrl.env.rewards import RewardRequests
 from zmqrl.env.seeds import Seeds, no_seed
 from zmqrl.env.stage import Stage
-from zmqrl.errors import EnvironmentFailure, StateLost, TrainingEnded
+from zmqrl.errors import (
+    ClientError,
+    EnvironmentFailure,
+    StateLost,
+    TrainingEnded,
+    ZmqrlError,
+)
 from zmqrl.process import StopSignal
 from zmqrl.recording import Recording
 from zmqrl.telemetry.report import Report, Reporter
@@ -27,6 +33,8 @@ from zmqrl.transport import sockets
 from zmqrl.transport.rows import not_finite
 
 log = logging.getLogger(__name__)
+
+_Error = TypeVar("_Error", bound=ZmqrlError)
 
 _LOOK_EVERY = 0.25
 """Seconds after which a wait looks whether it should go on."""
@@ -115,6 +123,8 @@ class EnvWorker:
                 self._play_on_demand(self._orders)
             self._warn_of_a_success_key_that_never_came()
             return self.report.finished
+        except (EnvironmentFailure, ClientError) as error:
+            raise _with_name(error, self.name) from error.__cause__
         finally:
             self._close()
 
@@ -410,7 +420,10 @@ class EnvWorker:
                 seed_of = Seeds(section.seed, first, total)
                 self._seeds.append(seed_of)
             filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
-            shard = make_shard(config.env, mode, rows, seed_of, filmed)
+            try:
+                shard = make_shard(config.env, mode, rows, seed_of, filmed)
+            except EnvironmentFailure as error:
+                raise _with_name(error, self.name) from error.__cause__
             stages.append(Stage(shard, index, first, quota))
             first += rows
         return stages
@@ -426,6 +439,12 @@ class EnvWorker:
             late=self._links.trajectory_seconds if config.cluster.net_emulation.enabled else None,
             keys=config.security.keys_of("client"),
         )
+
+
+def _with_name(error: _Error, name: str) -> _Error:
+    """The same error, whose words begin with the env worker that it happened to."""
+    error.args = (f"{name}: {error}", *error.args[1:])
+    return error
 
 
 def _finite(tree: Any) -> Any:

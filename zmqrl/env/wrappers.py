@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import copy
+import logging
 import traceback
+from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
 import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from zmqrl.env.conversion import NUMERIC, check_batchable
+from zmqrl.transport.rows import on_cpu
+
+log = logging.getLogger(__name__)
 
 Env = gymnasium.Env[Any, Any]
 Transition = tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]
@@ -37,14 +46,26 @@ class KeepFinalObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class SubEnvError(Exception):
-    """Raised in place of an error of a simulator that runs in a process of its own."""
+    """Raised in place of an error of one simulator: says its row, and after an empty line the traceback.
 
-
-class PortableErrors(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Turns every error into a `SubEnvError` with its traceback as text.
-
-    `AsyncVectorEnv` sends the exception itself, and waits for ever for one that cannot be pickled.
+    `AsyncVectorEnv` sends the exception itself from a process to another, and waits for ever for one
+    that cannot be pickled.
     """
+
+
+class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """The outermost wrapper of each simulator: with it, whatever is wrong is said with its row.
+
+    What Gymnasium's vector envs would cut, stretch or drop is an error here; rewards and flags may be
+    of any type that holds one number. Only row 0 renders: more is not filmed.
+    """
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        self.zmqrl_row = 0
+        # Gymnasium looks for a wrapper's space anew each time that it is asked.
+        self._space = env.observation_space
+        check_batchable(str(env), env.observation_space, env.action_space)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -52,24 +73,114 @@ class PortableErrors(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Reset the simulator.
 
         Raises:
-            SubEnvError: The simulator raised.
+            SubEnvError: The simulator raised, or its observation is not one of its space.
         """
         try:
-            return self.env.reset(seed=seed, options=options)
+            result = self.env.reset(seed=seed, options=options)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise _Odd("reset returned no (observation, info)")
+            self._check(*result)
+            return result
         except Exception as error:
-            raise _portable(error) from None
+            raise self._portable(error) from error
 
     def step(self, action: Any) -> Transition:
         """Step the simulator.
 
         Raises:
-            SubEnvError: The simulator raised.
+            SubEnvError: The simulator raised, or returned what is no transition.
         """
         try:
-            return self.env.step(action)
+            result = self.env.step(action)
+            if not isinstance(result, tuple) or len(result) != 5:
+                raise _Odd("step returned no (observation, reward, terminated, truncated, info)")
+            observation, reward, terminated, truncated, info = result
+            self._check(observation, info)
+            return (
+                observation,
+                float(_number("reward", reward)),
+                bool(_number("terminated", terminated)),
+                bool(_number("truncated", truncated)),
+                info,
+            )
         except Exception as error:
-            raise _portable(error) from None
+            raise self._portable(error) from error
+
+    def render(self) -> Any:
+        """A picture of row 0; None of others, and where the simulator failed to draw it."""
+        if self.zmqrl_row:
+            return None
+        try:
+            return self.env.render()
+        except Exception as error:
+            # In a process of AsyncVectorEnv it would end the simulator.
+            log.warning("the simulator does not render: %s: %s", type(error).__name__, error)
+            return None
+
+    def _check(self, observation: Any, info: Any) -> None:
+        problem = misfit(self._space, observation, "observation")
+        if problem:
+            raise _Odd(problem)
+        if not isinstance(info, dict):
+            raise _Odd(f"the info is a {type(info).__name__}, not a dict")
+
+    def _portable(self, error: Exception) -> SubEnvError:
+        if isinstance(error, _Odd):
+            return SubEnvError(f"row {self.zmqrl_row}: {error}")
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return SubEnvError(f"row {self.zmqrl_row}: {text}\n\n{traceback.format_exc()}")
 
 
-def _portable(error: Exception) -> SubEnvError:
-    return SubEnvError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
+class _Odd(Exception):
+    """Raised when a simulator breaks the rules of Gymnasium."""
+
+
+def misfit(space: spaces.Space[Any], observation: Any, path: str) -> str:
+    """What makes `observation` something else than `space` declares, in words; empty if nothing does.
+
+    Structure, shapes, and kinds of dtypes are looked at, not bounds.
+    """
+    if (
+        isinstance(observation, np.ndarray)
+        and observation.shape == space.shape
+        and observation.dtype == space.dtype
+    ):
+        return ""  # as most are; what follows takes longer
+    if isinstance(space, spaces.Dict):
+        if not isinstance(observation, Mapping):
+            return f"{path} is a {type(observation).__name__}, not a dict"
+        for key, child in space.spaces.items():
+            if key not in observation:
+                return f"{path} has no {key!r}"
+            problem = misfit(child, observation[key], f"{path}.{key}")
+            if problem:
+                return problem
+        return ""
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(observation, (list, tuple)) or len(observation) != len(space.spaces):
+            return f"{path} is no tuple of {len(space.spaces)}"
+        parts = zip(space.spaces, observation, strict=True)
+        problems = (misfit(child, part, f"{path}[{i}]") for i, (child, part) in enumerate(parts))
+        return next(filter(None, problems), "")
+    if isinstance(space, spaces.Text):
+        return (
+            "" if isinstance(observation, str) else f"{path} is a {type(observation).__name__}, not text"
+        )
+    if not isinstance(space, NUMERIC):
+        return ""
+    array = observation if isinstance(observation, np.ndarray) else np.asarray(on_cpu(observation))
+    if array.shape != space.shape or (
+        array.dtype != space.dtype and not np.can_cast(array.dtype, space.dtype, "same_kind")
+    ):
+        return f"{path} is {array.dtype} {list(array.shape)}, declared as {space!s:.80}"
+    return ""
+
+
+def _number(what: str, value: Any) -> Any:
+    """The one number of a reward or a flag."""
+    if isinstance(value, (float, bool, np.bool_, np.number)):
+        return value
+    array = np.asarray(on_cpu(value))
+    if array.size != 1 or array.dtype.kind not in "biuf":
+        raise _Odd(f"{what} is {value!r:.80}, not one number")
+    return array.reshape(())

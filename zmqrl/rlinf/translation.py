@@ -182,6 +182,9 @@ def _name_the_algorithm(given: dict[str, Any], made: Imported) -> None:
             made.leave_out(key, f"{kind}: no such algorithm here")
         else:
             made.write(key, kind, "algorithm.name", name)
+            if name == "ppo":
+                # Its Gaussian leaves the bounds of a Box, and RLinf's simulators clip by themselves.
+                made.write(key, kind, "env.clip_actions", True)
 
 
 def _join_the_clip_ratios(given: dict[str, Any], made: Imported) -> None:
