@@ -232,3 +232,89 @@ def biased_module(width: int = 3) -> Any:
             }
 
     return Biased()
+
+
+class Counting:
+    """Has a memory: counts the steps of each row's episode, and plays a queue of actions.
+
+    Every `chunk` steps it plans: the actions of a plan are `x`, 2 `x`, 3 `x`, … of the observation that
+    it was made from, in integers. `counts` tells how often each state has advanced. A marked row (in
+    `command`) makes it raise, after it has written into its state.
+    """
+
+    def __init__(self, chunk: int = 3, seconds: float = 0.0, width: int = 1, touch: str = "") -> None:
+        self.chunk, self.seconds, self.width, self.touch = chunk, seconds, width, touch
+
+    def initial_state(self, rows: int) -> dict[str, np.ndarray]:
+        return {
+            "count": np.zeros(rows, np.int64),
+            "queue": np.zeros((rows, self.chunk, self.width), np.int64),
+        }
+
+    def infer(
+        self,
+        observation: dict[str, Any],
+        eval_mask: np.ndarray,
+        valid_mask: np.ndarray,
+        state: dict[str, np.ndarray],
+    ) -> Any:
+        if self.touch:
+            Path(self.touch).touch()
+        time.sleep(self.seconds)
+        count, queue = state["count"], state["queue"]
+        place = count % self.chunk
+        plan = place == 0
+        factors = np.arange(1, self.chunk + 1)[:, None]
+        queue[plan] = observation["x"][plan, None, :1].astype(np.int64) * factors
+        rows = np.arange(len(count))
+        actions = queue[rows, place]
+        count += 1
+        if "raise" in observation.get("command", []):
+            raise RuntimeError("this row is marked")
+        output = {"actions": actions, "counts": count.copy(), "eval": eval_mask, "valid": valid_mask}
+        return output, state
+
+
+class Remembers:
+    """Has a memory: knows how often each env was stepped, which `sims.Counter` shows as well.
+
+    It raises where the two differ: then states, or the news of resets, went astray. A call takes
+    `seconds`.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def initial_state(self, rows: int) -> np.ndarray:
+        return np.zeros(rows, np.int64)
+
+    def infer(self, observation: np.ndarray, eval_mask: np.ndarray, state: np.ndarray) -> Any:
+        time.sleep(self.seconds)
+        if (observation[:, 0] != state).any():
+            raise RuntimeError(f"the envs were stepped {observation[:, 0]} times, I know of {state}")
+        return np.zeros(len(state), np.int64), state + 1
+
+
+def planning_network(chunk: int = 3) -> Any:
+    """Has a memory: a queue of `chunk` actions, which a network plans whenever it is empty."""
+    import torch
+
+    class Planner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(5, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2 * chunk)
+            )
+
+        def initial_state(self, rows: int) -> Any:
+            return torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, chunk, 2)
+
+        def forward(self, observation: dict[str, Any], state: Any) -> Any:
+            place, queue = state
+            plan = self.net(observation["x"]).unflatten(1, (chunk, 2))
+            queue = torch.where((place == 0)[:, None, None], plan, queue)
+            action = queue[torch.arange(len(place)), place]
+            return {"actions": action}, ((place + 1) % chunk, queue)
+
+    return Planner()

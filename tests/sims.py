@@ -83,3 +83,12 @@ def _is_second() -> bool:
     global _made
     _made += 1
     return _made == 2
+
+
+def shows_x() -> gymnasium.Env[Any, Any]:
+    """A `Counter` whose observation is a dict, and which takes any vector of 30,000 numbers."""
+    env: Any = gymnasium.wrappers.TransformObservation(
+        Counter(), lambda seen: {"x": seen}, spaces.Dict({"x": Counter.observation_space})
+    )
+    many = spaces.Box(-1e9, 1e9, (30_000,), np.float32)
+    return gymnasium.wrappers.TransformAction(env, lambda action: 0, many)

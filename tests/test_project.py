@@ -67,7 +67,8 @@ def test_the_stock_decoder_never_sees_received_bytes() -> None:
 
 
 def test_the_client_imports_only_its_four_dependencies() -> None:
-    modules = {"aio", "asking", "client", "connection", "errors", "pending", "spaces", "trajectory"}
+    modules = {"aio", "asking", "client", "connection", "errors"}
+    modules |= {"memory", "pending", "spaces", "trajectory"}
     thin = [ROOT / "zmqrl" / f"{name}.py" for name in (*modules, "__init__")]
     for room in ("recording", "transport"):
         thin += (ROOT / "zmqrl" / room).glob("*.py")
@@ -94,6 +95,7 @@ def test_a_room_imports_none_of_the_rooms_below_it() -> None:
         "recording",
         "asking",
         "connection",
+        "memory",
         "pending",
         "client",
         "aio",

@@ -760,3 +760,29 @@ def test_whatever_stands_in_a_trajectory_it_is_read_safely_or_refused(data):
         return
     trajectory.next_observation()
     assert 0 <= trajectory.env_steps <= 6
+
+
+def test_an_abandoned_trajectory_leaves_no_trace_in_the_next_one():
+    builder = TrajectoryBuilder(steps=2)
+    builder.leave = True
+    for value in (0.0, 50.0, 51.0):
+        builder.observe(np.full((2, 3), value))
+        if value == 51.0:
+            break
+        builder.act({"actions": np.full(2, value)}, version=1)
+        builder.outcome(np.full(2, value), np.zeros(2, bool), np.zeros(2, bool))
+        if value == 0.0:
+            builder.observe(np.full((2, 3), 1.0))  # asked for, and never answered
+            builder.abandon()
+            assert builder.begins
+            assert builder.leave
+            assert builder.rows == 2
+    builder.act({"actions": np.full(2, 51.0)}, version=1)
+    builder.outcome(np.full(2, 51.0), np.zeros(2, bool), np.zeros(2, bool))
+    assert builder.take() == []
+    builder.observe(np.full((2, 3), 52.0))
+    (trajectory,) = builder.take()
+    assert trajectory.observation[:, 0, 0].tolist() == [50.0, 51.0]
+    assert trajectory.reward[:, 0].tolist() == [50.0, 51.0]
+    assert trajectory.bootstrap[0, 0] == 52.0
+    assert builder.dropped == 0

@@ -44,6 +44,8 @@ class Request:
     state = ""  # what the broker last said of it
     done = False
     result: Any = None
+    leaves_memory_out = False  # because the policy kept no states when it was last asked
+    carried: Any = None  # state of the rows, which came with the result, for the next request
     error: Optional[ClientError] = None
     reply: Optional[Header] = None
     slot: Optional[Slot] = None  # of shared memory, with the large arrays

@@ -17,6 +17,7 @@ from zmqrl.asking import (
 )
 from zmqrl.connection import Connection
 from zmqrl.errors import ClientClosed, ClientInUse
+from zmqrl.memory import Memory
 from zmqrl.pending import Pending
 from zmqrl.transport import sockets
 from zmqrl.transport.security import Keys
@@ -112,6 +113,8 @@ class PolicyClient:
         mode: Optional[str] = None,
         timeout: Optional[float] = None,
         copy: bool = True,
+        reset: Any = None,
+        ids: Any = None,
     ) -> Dict[str, Any]:
         """Actions for a batch of observations.
 
@@ -120,6 +123,9 @@ class PolicyClient:
             mode: `train` for sampled actions, `eval` for deterministic ones; None for the client's own.
             timeout: Seconds; None for the client's own.
             copy: False promises that the arrays do not change until this returns.
+            reset: For a policy with memory: truth values [N], or one for all; True in rows whose
+                observation begins an episode.
+            ids: With `reset`: int [N], which env of this client each row is; None for 0 … N - 1.
 
         Returns:
             The policy's output; `actions` [N, ...] and whatever else it returns.
@@ -130,12 +136,18 @@ class PolicyClient:
             AuthenticationFailed: It does not let this client's key in, or the other way round.
             PolicyTimeout: The broker did, but no reply came within the timeout.
             PolicyError: The policy failed on this observation; has the remote traceback.
+            StateLost: The pool has lost the state of some rows, which must begin an episode.
             ClientError: Another of its kinds, see `zmqrl.errors`.
         """
-        return _waited_for(self.submit(observation, mode, timeout, copy))
+        return _waited_for(self.submit(observation, mode, timeout, copy, reset=reset, ids=ids))
 
     def infer_one(
-        self, observation: Any, mode: Optional[str] = None, timeout: Optional[float] = None
+        self,
+        observation: Any,
+        mode: Optional[str] = None,
+        timeout: Optional[float] = None,
+        reset: Optional[bool] = None,
+        ids: Any = None,
     ) -> Dict[str, Any]:
         """Actions for a single observation that has no batch axis.
 
@@ -143,6 +155,8 @@ class PolicyClient:
             observation: A tree; arrays [...], scalars and str.
             mode: As in `infer`.
             timeout: As in `infer`.
+            reset: For a policy with memory: whether the observation begins an episode.
+            ids: With `reset`: the number of the env of this client; None for 0.
 
         Returns:
             The policy's output without its first axis; `actions` [...].
@@ -150,7 +164,7 @@ class PolicyClient:
         Raises:
             ClientError, EncodeError: As `infer`.
         """
-        pending = self.submit(with_axis(observation), mode, timeout)
+        pending = self.submit(with_axis(observation), mode, timeout, reset=reset, ids=ids)
         pending.single = True
         return {key: without_axis(value) for key, value in _waited_for(pending).items()}
 
@@ -163,6 +177,8 @@ class PolicyClient:
         stage: int = 0,
         policy: str = "",
         version: int = 0,
+        reset: Any = None,
+        ids: Any = None,
     ) -> Pending:
         """Send a batch of observations without waiting; arguments as for `infer`.
 
@@ -174,28 +190,35 @@ class PolicyClient:
             stage: The pipeline stage, for an env worker that steps several groups of envs in turn.
             policy: The name of the policy that is asked; empty for the pool's own.
             version: Of the weights that must answer; 0 for the newest.
+            reset: As in `infer`; of an env only one request can be under way.
+            ids: As in `infer`; each stage has envs of its own.
 
         Raises:
             EncodeError, ClientInUse, ClientClosed: At once.
             LearnerUnreachable, LearnerTimeout, LearnerRefused: With a learner, which lets trajectories
                 begin when it wants more: at the latest after `timeout`.
             TrainingEnded: It wants no more.
-            ValueError: The rows are not those of `envs`.
+            ValueError: The rows are not those of `envs`, or `reset` or `ids` cannot be.
         """
         chosen = self.mode if mode is None else checked_mode(mode)
         seconds = self.timeout if timeout is None else checked_timeout(timeout)
         # Copied once: here, or into shared memory.
         borrowed = copy and self._connection.shares_memory
         simulators = None if policy else self._rows
-        parts, rows = encoded_observation(
-            observation, copy and not borrowed, simulators, self._max_message_mb
-        )
         if not 0 <= stage < 256:
             raise ValueError(f"stage must be in 0 … 255, not {stage!r}")
+        ask, tree = None, observation
+        if reset is not None:
+            with self._exclusive():
+                ask = self._memory.ask(observation, reset, ids, stage, policy)
+            tree = ask.tree
+        parts, rows = encoded_observation(tree, copy and not borrowed, simulators, self._max_message_mb)
         deadline = time.monotonic() + seconds
         recorded = self._recording is not None and chosen == "train" and not policy
         with self._exclusive() as connection:
             if self._recording is not None and recorded:
+                if ask is not None and ask.lost:
+                    self._recording.abandon(stage)
                 self._recording.asked(stage, observation)
                 if self._place and not self._recording.may_begin(stage):
                     # In normal mode others must not wait at a barrier for what may not be asked.
@@ -208,12 +231,14 @@ class PolicyClient:
                 borrowed,
                 self._next_id,
                 chosen,
-                connection.flags,
+                connection.flags | (0 if ask is None else ask.flags),
                 stage,
                 policy,
                 version,
             )
             self._next_id += 1
+            if ask is not None:
+                ask.sent(request)
             connection.start(request)
             pending = Pending(self._exclusive, connection, request)
             if recorded:
@@ -366,6 +391,7 @@ class PolicyClient:
         }
         self._connection = Connection(self.endpoint, {**introduction, **self._place}, self._keys)
         self._turn = _Turn(self._connection)
+        self._memory = Memory()
         if self._record_to is not None:
             self._latest = {}
             from zmqrl.recording import Recording  # most clients record nothing

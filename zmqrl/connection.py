@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from typing import Any, Dict, List, Optional, Set, Type
+from typing import Any, Dict, List, Optional, Set, Tuple, Type
 
+import numpy as np
 import zmq
 
 from zmqrl.asking import Request
@@ -23,14 +24,24 @@ from zmqrl.errors import (
     Replaced,
     RequestRefused,
     SharedMemoryLost,
+    StateLost,
     VersionMismatch,
 )
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode, decode_meta, encode_meta
-from zmqrl.transport.header import FLAG_LANE, FLAG_READS_LANE, HEADER_SIZE, Header, Op, unpack
+from zmqrl.transport.header import (
+    FLAG_LANE,
+    FLAG_MEMORY,
+    FLAG_READS_LANE,
+    HEADER_SIZE,
+    Header,
+    Op,
+    unpack,
+)
 from zmqrl.transport.refusal import Refusal, Suspicion
 from zmqrl.transport.security import Keys
 from zmqrl.transport.sharedmem import Lane
+from zmqrl.transport.tree import leaves
 
 _REPLY = int(Op.REPLY)  # a member of an enum costs at every look
 
@@ -58,6 +69,8 @@ _FATAL: Dict[str, Type[ClientError]] = {
     "policy": PolicyError,
     "attempts": AttemptsExhausted,
     "deadline": PolicyTimeout,
+    "memory": RequestRefused,
+    "state": StateLost,
     "replaced": Replaced,
     "refused": RequestRefused,
     "revoked": AuthenticationFailed,
@@ -417,6 +430,8 @@ class Connection:
             result = decode(meta, buffers)
             if not isinstance(result, dict):
                 raise DecodeError(f"it is a {type(result).__name__}, not a dict")
+            if header.flags & FLAG_MEMORY:
+                result, request.carried = _output_and_state(result, header.rows)
             self._end(request, result=result)
         except SharedMemoryLost:
             self._leave_the_lane(request)
@@ -444,7 +459,12 @@ class Connection:
         elif code == "lane" and request.slot is not None:
             self._leave_the_lane(request)
         else:
-            self._end(request, error=self._error_of(code, message))
+            if code == "memory" and request.leaves_memory_out:
+                code = "state"  # the policy is another one now
+            error = self._error_of(code, message)
+            if isinstance(error, StateLost):
+                error.rows = _numbers_below(fields.get("rows"), request.header.rows)
+            self._end(request, error=error)
 
     def _leave_the_lane(self, request: Request) -> None:
         """A peer cannot read this process's memory, or the other way round; send over the socket."""
@@ -454,3 +474,22 @@ class Connection:
 
     def _error_of(self, code: str, message: str) -> ClientError:
         return _FATAL.get(code, ClientError)(f"{self.endpoint}: {message}")
+
+
+def _output_and_state(result: Dict[str, Any], rows: int) -> Tuple[Dict[str, Any], Any]:
+    """The two parts of a reply that carries states.
+
+    Raises:
+        DecodeError: It is no such reply.
+    """
+    output, state = result.get("output"), result.get("state")
+    if not isinstance(output, dict) or state is None:
+        raise DecodeError("it has no 'output' and 'state'")
+    for path, leaf in leaves(state):
+        if not isinstance(leaf, np.ndarray) or leaf.shape[:1] != (rows,):
+            raise DecodeError(f"the state has no array of {rows} rows at {path!r}")
+    return output, state
+
+
+def _numbers_below(numbers: Any, end: int) -> List[int]:
+    return [n for n in numbers if type(n) is int and 0 <= n < end] if isinstance(numbers, list) else []

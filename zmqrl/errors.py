@@ -1,5 +1,7 @@
 """Every exception that zmqrl raises on purpose."""
 
+from typing import Sequence
+
 
 class ZmqrlError(Exception):
     """Base class of all errors raised by zmqrl."""
@@ -63,6 +65,18 @@ class PolicyTimeout(ClientError, TimeoutError):
 
 class PolicyError(ClientError):
     """Raised when the policy failed on this request; carries the remote traceback."""
+
+
+class StateLost(ClientError):
+    """Raised when the pool no longer has the state of env rows, which must begin a new episode.
+
+    Attributes:
+        rows: Of the request.
+    """
+
+    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = list(rows)
 
 
 class AttemptsExhausted(ClientError):

@@ -91,6 +91,7 @@ def start_rollout_worker(options: argparse.Namespace) -> int:
         rank=options.rank,
         world_size=None if options.rank is None else loaded.rollout_workers,
         static_sizes=loaded.rollout.static_batch_sizes,
+        state_mb=loaded.rollout.state_mb if loaded.rollout.affinity == "sticky" else None,
     )
     what = loaded.rollout.policy or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
     where = f" on {policy.device}{threads}" if policy.device is not None else ""

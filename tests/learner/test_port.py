@@ -30,6 +30,7 @@ from zmqrl.errors import (
     LearnerTimeout,
     LearnerUnreachable,
     RunFailed,
+    StateLost,
     TrainingEnded,
 )
 from zmqrl.learner import service, shared
@@ -1036,6 +1037,30 @@ def test_a_record_that_was_refused_can_be_made_again(pool: Pool, learner, endpoi
     policy.infer(np.zeros((2, 2)))
     (trajectory,) = wait_for(lambda: port.receive(0.1), "the trajectory")
     assert trajectory.final_observation.tolist() == [[1, 1]]
+
+
+def test_a_loop_whose_states_are_lost_records_nothing_of_those_episodes(pool: Pool, learner, endpoint):
+    port = learner()
+    sticky = "rollout.affinity=sticky"
+    pool.start_broker(sticky)
+    pool.start_worker(0, "Remembers", overrides=(sticky,))
+    policy = pool.client(learner=endpoint, action_space=ACTIONS, trajectory_steps=4)
+
+    def step(value, reset=False):
+        policy.infer(np.full((2, 3), value, np.float32), reset=reset)
+        policy.record([value] * 2, NOTHING, NOTHING)
+
+    for value in range(6):  # a trajectory, and half of the next one
+        step(value, reset=value == 0)
+    pool.kill("rollout-0")
+    pool.start_worker(0, "Remembers", overrides=(sticky,))
+    with pytest.raises(StateLost):
+        step(6)
+    for value in range(5):
+        step(value, reset=value == 0)
+    trajectories = []
+    wait_for(lambda: trajectories.extend(port.receive(0.1)) or len(trajectories) == 2, "2 trajectories")
+    assert [t.reward[:, 0].tolist() for t in trajectories] == [[0, 1, 2, 3]] * 2
 
 
 def test_record_needs_a_learner_and_an_inference_before_it(endpoint, learner):

@@ -29,6 +29,13 @@ class RolloutConfig(Section):
     prefetch: bool | None = Field(
         None, description="ask for a batch before the last is done; auto (null): if batches are short"
     )
+    affinity: Literal["none", "sticky"] = Field(
+        "none",
+        description="states of a policy with memory: clients carry them; sticky: workers keep",
+    )
+    state_mb: int = Field(
+        1024, ge=1, description="mebibytes of states that a worker keeps; the least recently used go"
+    )
     attempt_timeout_s: PositiveSeconds = Field(60.0, description="for one batch, then others take it")
     max_attempts: int = Field(3, ge=1, le=100, description="workers that a request may be lost with")
     device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: a GPU if there is one")

@@ -55,6 +55,7 @@ class Step:
             reported no success key.
         valid: bool `[N]`. False where the vector env spent the step on a reset: the row's action was
             not used, its reward is 0, and it is no transition.
+        reset: bool `[N]`: the rows of which `observation` begins an episode.
         step_seconds: Seconds in the simulator's step (with its resets, where it resets by itself).
         reset_seconds: Seconds in resets of finished rows; 0 when there were none.
     """
@@ -66,6 +67,7 @@ class Step:
     final_observation: Tree | None
     success: Rows | None
     valid: Rows
+    reset: Rows
     step_seconds: float
     reset_seconds: float
 
@@ -213,6 +215,7 @@ class ShardEnv:
                 final_observation=None,
                 success=self._successes(infos),
                 valid=valid,
+                reset=~valid,
                 step_seconds=seconds,
                 reset_seconds=0.0,
             )
@@ -223,6 +226,8 @@ class ShardEnv:
             self.film.stepped(bool(done[0]), self.autoreset_mode is not AutoresetMode.SAME_STEP)
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             self._resets_next = done
+        else:
+            step.reset = done
         if done.any():
             self._end_episodes(step, done, infos)
         return step

@@ -27,6 +27,8 @@ class Stage:
         self.first_env = first_env
         self.observation: Any = None
         """What to act on next, as the simulators gave it."""
+        self.reset = np.ones(shard.num_envs, dtype=bool)
+        """The rows of which that begins an episode."""
         self.pending: Pending | None = None
         """The request for those actions; None while they may not be asked for yet."""
         self.sent = 0.0
@@ -42,6 +44,13 @@ class Stage:
         self._return = np.zeros(rows)
         self._length = np.zeros(rows, dtype=np.int64)
         self._success_once = np.zeros(rows, dtype=bool)
+
+    def begin_again(self) -> int:
+        """Drop what is counted of the episodes under way, and return their number."""
+        going_on = self._played < self._quota if self._quota is not None else self._played >= 0
+        self._return[:] = self._length[:] = 0
+        self._success_once[:] = False
+        return int(going_on.sum())
 
     def finished(self) -> bool:
         """Whether every row has played its episodes."""

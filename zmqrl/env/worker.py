@@ -11,14 +11,21 @@ import numpy as np
 
 from zmqrl.client import PolicyClient
 from zmqrl.config import Config, Mode
-from zmqrl.env.adapters import SeedOf, Step
+from zmqrl.env.adapters import Rows, SeedOf, Step
 from zmqrl.env.delays import DelaySampler
 from zmqrl.env.links import LinkEmulation
 from zmqrl.env.making import make_shard
 from zmqrl.env.orders import Order, Orders
 from zmqrl.env.rewards import RewardRequests
+from zmqrl.env.seeds import Seeds, no_seed
 from zmqrl.env.stage import Stage
-from zmqrl.errors import ClientError, EnvironmentFailure, TrainingEnded, ZmqrlError
+from zmqrl.errors import (
+    ClientError,
+    EnvironmentFailure,
+    StateLost,
+    TrainingEnded,
+    ZmqrlError,
+)
 from zmqrl.process import StopSignal
 from zmqrl.recording import Recording
 from zmqrl.telemetry.report import Report, Reporter
@@ -31,6 +38,9 @@ _Error = TypeVar("_Error", bound=ZmqrlError)
 
 _LOOK_EVERY = 0.25
 """Seconds after which a wait looks whether it should go on."""
+
+_MOST_LOST = 100
+"""Times that states may be lost with no episode in between that came to its end."""
 
 _MOST_DROPPED = 5
 """Trajectories in a row that may be dropped before the simulator counts as broken."""
@@ -63,7 +73,7 @@ class EnvWorker:
         self._success_key = config.env.success_key
         self._delays = DelaySampler(config.env.delays_of(mode), rank)
         self._links = LinkEmulation(config.cluster.net_emulation, rank)
-        self._seeds: list[_Seeds] = []
+        self._seeds: list[Seeds] = []
         self._stages = self._make_stages(config, mode, rank)
         # After the simulators: some of them fork, which a ZeroMQ context must not live through.
         keys = config.security.keys_of("client")
@@ -82,6 +92,7 @@ class EnvWorker:
             stage.shard.before_reset = self._say_that_it_resets
         logger = config.runner.logger
         self._videos = Path(logger.log_path) / logger.experiment_name / "videos"
+        self._lost_in_a_row = 0  # states, with no episode in between that came to its end
         self._version = 0  # that requests are pinned to; 0 for the newest
         self._orders: Orders | None = None
         self._recording: Recording | None = None
@@ -154,7 +165,7 @@ class EnvWorker:
             observation = stage.shard.reset()
             self.report.totals.resets += 1
             self.report.totals.reset_s += time.perf_counter() - begin
-            self._observe(stage, observation)
+            self._observe(stage, observation, np.ones(stage.shard.num_envs, bool))
         self._tell(now=True)
         while active and not self._stop():
             for stage in list(active):
@@ -183,9 +194,9 @@ class EnvWorker:
 
     # -- One step
 
-    def _observe(self, stage: Stage, observation: Any) -> None:
+    def _observe(self, stage: Stage, observation: Any, reset: Rows) -> None:
         """Take in what the simulators show, and ask for actions, if that is allowed now."""
-        stage.observation = observation
+        stage.observation, stage.reset = observation, reset
         problem = not_finite(observation, "observation")
         if problem:
             self._note_problem(stage, problem)
@@ -210,7 +221,11 @@ class EnvWorker:
         stage.sent = time.monotonic()
         # The shard owns the observation's memory and makes a new one at each step: no copy is needed.
         stage.pending = self._client.submit(
-            _finite(stage.observation), copy=False, stage=stage.index, version=self._version
+            _finite(stage.observation),
+            copy=False,
+            stage=stage.index,
+            version=self._version,
+            reset=stage.reset,
         )
 
     def _wait_to_begin(self, stage: Stage) -> None:
@@ -237,7 +252,11 @@ class EnvWorker:
             self._tell()
             if self._stop():
                 return
-        reply = pending.result()
+        try:
+            reply = pending.result()
+        except StateLost as lost:
+            self._begin_again(stage, lost)
+            return
         self._count_request(stage)
         self._stop.sleep(self._links.seconds(*pending.sizes))
         self._delay()
@@ -250,8 +269,32 @@ class EnvWorker:
         stage.pending = None
         for episode in stage.account(step):
             self.reporter.add(episode)
+            self._lost_in_a_row = 0
         if not stage.finished():
-            self._observe(stage, step.observation)
+            self._observe(stage, step.observation, step.reset)
+        self._tell()
+
+    def _begin_again(self, stage: Stage, lost: StateLost) -> None:
+        """The states of a policy with memory are lost: its episodes begin again.
+
+        Raises:
+            StateLost: That happens again and again, before any episode has come to its end.
+        """
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row > _MOST_LOST:
+            raise lost
+        log.warning("%s: its episodes begin again: %s", stage.shard.name, lost)
+        self.report.totals.state_lost += stage.begin_again()
+        if self._recording is not None:
+            self._recording.abandon(stage.index)
+        if self._seeds:
+            self._seeds[stage.index].repeat()
+        begin = time.perf_counter()
+        observation = stage.shard.reset()
+        self.report.totals.resets += 1
+        self.report.totals.reset_s += time.perf_counter() - begin
+        stage.pending = None
+        self._observe(stage, observation, np.ones(stage.shard.num_envs, bool))
         self._tell()
 
     def _record(self, stage: Stage, actions: Any, step: Step) -> None:
@@ -372,9 +415,9 @@ class EnvWorker:
         quota = section.rollout_epoch if mode == "eval" else None
         stages = []
         for index, rows in enumerate(config.stage_sizes(mode, rank)):
-            seed_of: SeedOf = _no_seed
+            seed_of: SeedOf = no_seed
             if section.use_fixed_reset_state_ids:
-                seed_of = _Seeds(section.seed, first, total)
+                seed_of = Seeds(section.seed, first, total)
                 self._seeds.append(seed_of)
             filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
             try:
@@ -398,33 +441,10 @@ class EnvWorker:
         )
 
 
-class _Seeds:
-    """The same start states each time: one seed for each env and episode, whoever steps it."""
-
-    def __init__(self, base: int, first_env: int, total_envs: int) -> None:
-        self._base = base
-        self._first = first_env
-        self._total = total_envs
-        self._begun: dict[int, int] = {}
-
-    def __call__(self, row: int) -> int:
-        number = self._begun.get(row, 0)
-        self._begun[row] = number + 1
-        return self._base + self._first + row + number * self._total
-
-    def restart(self) -> None:
-        """Begin with the first episodes again."""
-        self._begun.clear()
-
-
 def _with_name(error: _Error, name: str) -> _Error:
     """The same error, whose words begin with the env worker that it happened to."""
     error.args = (f"{name}: {error}", *error.args[1:])
     return error
-
-
-def _no_seed(row: int) -> None:
-    return None
 
 
 def _finite(tree: Any) -> Any:

@@ -178,6 +178,14 @@ class TrajectoryBuilder:
         segment.valid.append(real)
         return segment, step
 
+    def abandon(self) -> None:
+        """Drop the steps of the trajectory under way; the leave to make one stays."""
+        segment = self._segments[-1]
+        if segment.rewards:
+            self._segments[-1] = _Segment()
+            self._segments[-1].observations = segment.observations[-1:]  # to go on with, until `observe`
+            self.leave = True
+
     def late_reward(self, handle: Any, reward: Any) -> None:
         """Add the reward of an earlier step, numbers `[N]` or `[N, 1]`.
 

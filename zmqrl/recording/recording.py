@@ -192,6 +192,12 @@ class Recording:
             self._resets[stage] = builder.ended
         return handle
 
+    def abandon(self, stage: int) -> None:
+        """Drop the trajectory under way: its simulators are reset in the middle of their episodes."""
+        self._resets.pop(stage, None)
+        if stage in self._builders:
+            self._builders[stage].abandon()
+
     def late_reward(self, stage: int, handle: Any, reward: Any) -> None:
         """Add the reward of an earlier step, and send the trajectory that it completes.
 

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zmqrl.rollout.bank import copied, joined, mapped
 from zmqrl.rollout.batching import check_output, merge, select
 from zmqrl.rollout.memory import BatchMemory
-from zmqrl.rollout.policy import Policy
+from zmqrl.rollout.policy import Policy, output_and_state
+from zmqrl.rollout.stateful import Recall, check_state
 from zmqrl.rollout.versions import PolicyVersions
 
 
@@ -24,6 +26,8 @@ class Prediction(NamedTuple):
     """Of the weights that made it."""
     seconds: float
     """Spent in the policy."""
+    state: Any = None
+    """What a policy with memory made of the state of the rows: arrays or tensors, of as many rows."""
 
 
 class Inference:
@@ -51,7 +55,12 @@ class Inference:
         return bool(self._sizes) and self._versions.takes_one_mode
 
     def run(
-        self, trees: Sequence[Any], rows: Sequence[int], is_eval: Sequence[bool], version: int
+        self,
+        trees: Sequence[Any],
+        rows: Sequence[int],
+        is_eval: Sequence[bool],
+        version: int,
+        recall: Recall | None = None,
     ) -> Prediction:
         """The policy's output for the rows of all shards, in order.
 
@@ -60,6 +69,7 @@ class Inference:
             rows: Of each shard.
             is_eval: The mode of each shard.
             version: Of the weights to use; 0 for the newest.
+            recall: Of a policy with memory: where the state of the rows comes from.
 
         Raises:
             PolicyOutputError: What the policy returned is no output for these rows.
@@ -74,25 +84,42 @@ class Inference:
             eval_mask[:] = np.repeat(is_eval, [*rows[:-1], rows[-1] + padding])
         valid_mask = np.arange(count + padding) < count if self._versions.takes_valid_mask else None
         policy, version = self._versions.of(version)
+        state = None if recall is None else recall.state(policy, padding)
         begin = time.perf_counter()
         if len(calls) == 1:
-            output = self._call(policy, observation, eval_mask, valid_mask)
+            output, state = self._call(policy, observation, eval_mask, valid_mask, state)
         else:
-            outputs = []
+            outputs, states = [], []
             for end, size in zip(accumulate(calls), calls, strict=True):
                 part = slice(end - size, end)
                 valid = None if valid_mask is None else valid_mask[part]
-                one = self._call(policy, select(observation, part), eval_mask[part], valid)
+                own = None if recall is None else mapped(lambda leaf, part=part: leaf[part], state)
+                one, new = self._call(policy, select(observation, part), eval_mask[part], valid, own)
                 # Copied: a policy may write its next output into the same arrays.
                 outputs.append(select(one, np.arange(size)))
+                states.append(None if recall is None else mapped(copied, new))
             output = merge(outputs)
-        return Prediction(output, version, time.perf_counter() - begin)
+            state = None if recall is None else joined(states)
+        return Prediction(output, version, time.perf_counter() - begin, state)
 
     def _call(
-        self, policy: Policy, observation: Any, eval_mask: np.ndarray, valid_mask: np.ndarray | None
-    ) -> dict[str, Any]:
-        more = {} if valid_mask is None else {"valid_mask": valid_mask}
-        return check_output(policy.infer(observation, eval_mask, **more), len(eval_mask), self._key)
+        self,
+        policy: Policy,
+        observation: Any,
+        eval_mask: np.ndarray,
+        valid_mask: np.ndarray | None,
+        state: Any,
+    ) -> tuple[dict[str, Any], Any]:
+        rows = len(eval_mask)
+        more: dict[str, Any] = {} if valid_mask is None else {"valid_mask": valid_mask}
+        if state is None:
+            return check_output(policy.infer(observation, eval_mask, **more), rows, self._key), None
+        # The policy may write into its state; its form is all that is looked at later.
+        more["state"] = state
+        result = policy.infer(observation, eval_mask, **more)
+        output, new_state = output_and_state(result)
+        check_state(new_state, state, rows)
+        return check_output(output, rows, self._key), new_state
 
 
 def static_calls(rows: int, sizes: Sequence[int]) -> list[int]:

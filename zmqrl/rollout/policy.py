@@ -9,9 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from zmqrl.errors import PolicyLoadError, WeightsError
+from zmqrl.errors import PolicyLoadError, PolicyOutputError, WeightsError
 from zmqrl.imports import import_object
+from zmqrl.rollout.bank import copied, joined, mapped, taken
 from zmqrl.rollout.batching import merge, select
+from zmqrl.rollout.stateful import initial_state
 from zmqrl.transport.tree import rows_of
 
 
@@ -29,6 +31,10 @@ class Policy(Protocol):
 
     If `infer` names a parameter `valid_mask`, it gets a bool array [N] too: False for rows that only
     fill the batch up to one of `rollout.static_batch_sizes`, and whose actions nobody gets.
+
+    If `infer` names a parameter `state`, the policy has a memory: it gets the state of each row, a tree
+    of arrays or tensors [N, ...], and returns `(output, new state)`. The state of rows that begin an
+    episode comes from its `initial_state(rows)`.
     """
 
     def infer(self, observation: Any, eval_mask: np.ndarray) -> Any:
@@ -52,7 +58,9 @@ class TensorPolicy:
     * `eval_mask`: a bool tensor [N];
     * `deterministic`: a bool; a batch with both kinds of rows then takes two calls;
     * neither: it is called without;
-    * `valid_mask`: a bool tensor [N]; see `Policy`.
+    * `valid_mask`: a bool tensor [N]; see `Policy`;
+    * `state`: a tree of tensors [N, ...] on the device, as its `initial_state(rows)` made it for rows
+      that begin an episode. It then returns `(output, new state)`.
 
     Floating point observations are cast to the dtype of the module's parameters; a function without
     parameters gets them as they came. Arrays of text stay numpy arrays, row lists stay lists.
@@ -82,6 +90,7 @@ class TensorPolicy:
         parameters = parameters_of(target)
         self._takes_mask = "eval_mask" in parameters
         self._takes_valid_mask = "valid_mask" in parameters
+        self.keeps_state = "state" in parameters
         self.takes_one_mode = "deterministic" in parameters and not self._takes_mask
         self.wants_pinned = self.device.type == "cuda"
 
@@ -128,43 +137,65 @@ class TensorPolicy:
         except (TypeError, ValueError) as error:
             raise WeightsError(f"{name!r} is not made of numbers: {error}") from None
 
+    def initial_state(self, rows: int) -> Any:
+        """What the module's `initial_state` says, on the device."""
+        with self._torch.inference_mode():
+            state = self._module.initial_state(rows)
+            return mapped(lambda leaf: self._torch.as_tensor(leaf).to(self.device), state)
+
     def infer(
-        self, observation: Any, eval_mask: np.ndarray, valid_mask: np.ndarray | None = None
+        self,
+        observation: Any,
+        eval_mask: np.ndarray,
+        valid_mask: np.ndarray | None = None,
+        state: Any = None,
     ) -> Any:
         """See `Policy.infer`; without `valid_mask` all rows are valid."""
         if valid_mask is None:
             valid_mask = np.ones_like(eval_mask)
         try:
             with self._torch.inference_mode():
-                return self._infer(observation, eval_mask, valid_mask)
+                return self._infer(observation, eval_mask, valid_mask, state)
         finally:
             if self.wants_pinned:
                 # Memory of a batch is used again once nobody refers to it, which a GPU cannot: nothing
                 # may still be copied from it.
                 self._torch.cuda.current_stream(self.device).synchronize()
 
-    def _infer(self, observation: Any, eval_mask: np.ndarray, valid_mask: np.ndarray) -> Any:
+    def _infer(self, observation: Any, eval_mask: np.ndarray, valid_mask: np.ndarray, state: Any) -> Any:
         tensors = self._to_tensors(observation)
-        masks = {}
+        more = {}
         if self._takes_mask:
-            masks["eval_mask"] = self._to_tensors(eval_mask)
+            more["eval_mask"] = self._to_tensors(eval_mask)
         if self._takes_valid_mask:
-            masks["valid_mask"] = self._to_tensors(valid_mask)
+            more["valid_mask"] = self._to_tensors(valid_mask)
+        if self.keeps_state:
+            more["state"] = state
         if not self.takes_one_mode:
-            return self._to_arrays(self._function(tensors, **masks))
+            return self._answer(self._function(tensors, **more))
         if eval_mask.all() or not eval_mask.any():
-            deterministic = bool(eval_mask.all())
-            return self._to_arrays(self._function(tensors, deterministic=deterministic, **masks))
-        parts, order = [], []
+            return self._answer(self._function(tensors, deterministic=bool(eval_mask.all()), **more))
+        parts, states, order = [], [], []
         for deterministic in (True, False):
             rows = np.flatnonzero(eval_mask == deterministic)
             part = self._function(
-                select(tensors, rows), deterministic=deterministic, **select(masks, rows)
+                select(tensors, rows), deterministic=deterministic, **taken(more, rows)
             )
+            if self.keeps_state:
+                part, new_state = output_and_state(part)
+                states.append(mapped(copied, new_state))
             # Copied: the function may write its next output into the same tensors.
             parts.append(select(self._to_arrays(part), np.arange(len(rows))))
             order.append(rows)
-        return select(merge(parts), np.argsort(np.concatenate(order)))
+        back = np.argsort(np.concatenate(order))
+        output = select(merge(parts), back)
+        return (output, taken(joined(states), back)) if self.keeps_state else output
+
+    def _answer(self, result: Any) -> Any:
+        if not self.keeps_state:
+            return self._to_arrays(result)
+        output, state = output_and_state(result)
+        return self._to_arrays(output), state
 
     def _to_tensors(self, tree: Any) -> Any:
         if isinstance(tree, dict):
@@ -212,6 +243,38 @@ def state_difference(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         if shape != here:
             return f"{name!r} has shape {list(shape)}; the policy's has {list(here)}"
     return ""
+
+
+def keeps_state(policy: Policy) -> bool:
+    """Whether a policy has a memory.
+
+    Raises:
+        PolicyLoadError: It takes a state, but has no `initial_state`.
+    """
+    keeps = getattr(policy, "keeps_state", None)
+    if keeps is None:
+        keeps = "state" in parameters_of(getattr(policy, "infer", None))
+    source = getattr(policy, "_module", policy) if isinstance(policy, TensorPolicy) else policy
+    if keeps and not callable(getattr(source, "initial_state", None)):
+        raise PolicyLoadError(
+            f"{type(source).__name__} takes a state, so it needs initial_state(rows), which returns the "
+            "state of rows that begin an episode: arrays or tensors [rows, ...]"
+        )
+    return bool(keeps)
+
+
+def output_and_state(result: Any) -> tuple[Any, Any]:
+    """What a policy with memory returned.
+
+    Raises:
+        PolicyOutputError: It is no pair.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise PolicyOutputError(
+            f"a policy that takes a state returns a pair, (output, new state); this one returned a "
+            f"{type(result).__name__}"
+        )
+    return result
 
 
 def parameters_of(function: Any) -> Collection[str]:
@@ -282,9 +345,12 @@ def load_policy(
 def _warm_up(policy: Policy, example: Any, static_sizes: Sequence[int]) -> None:
     rows = rows_of(example)
     takes_valid_mask = "valid_mask" in parameters_of(policy.infer)
+    has_memory = keeps_state(policy)
 
     def call(observation: Any, eval_mask: np.ndarray) -> None:
-        more = {"valid_mask": np.ones_like(eval_mask)} if takes_valid_mask else {}
+        more: dict[str, Any] = {"valid_mask": np.ones_like(eval_mask)} if takes_valid_mask else {}
+        if has_memory:
+            more["state"] = initial_state(policy, len(eval_mask))
         policy.infer(observation, eval_mask, **more)
 
     if not static_sizes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from zmqrl.errors import PolicyError, WeightsError
 from zmqrl.rollout.download import Weights, WeightsDownload
-from zmqrl.rollout.policy import Policy, parameters_of
+from zmqrl.rollout.policy import Policy, keeps_state, parameters_of
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,9 @@ class PolicyVersions:
         policy: Loaded; it must have `load_state_dict` if there is a download.
         download: Where weights come from; None if they never change.
         version: Of the weights that it has; None if the policy itself tells.
+
+    Raises:
+        PolicyLoadError: It takes a state, but has no `initial_state`.
     """
 
     def __init__(
@@ -31,6 +34,8 @@ class PolicyVersions:
         self._version = version
         self.takes_valid_mask = "valid_mask" in parameters_of(getattr(policy, "infer", None))
         """Whether it is told which rows are padding."""
+        self.keeps_state = keeps_state(policy)
+        """Whether it has a memory."""
         self._tried: Weights | None = None
         """The newest weights when it was last looked."""
         self._held: Weights | None = None

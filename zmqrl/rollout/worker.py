@@ -9,8 +9,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import zmq
 
 from zmqrl.errors import (
@@ -20,16 +22,20 @@ from zmqrl.errors import (
     StartupFailed,
     VersionMismatch,
 )
+from zmqrl.rollout.failures import Failures
 from zmqrl.rollout.inference import Inference
 from zmqrl.rollout.policy import Policy
 from zmqrl.rollout.prefetch import Prefetch
 from zmqrl.rollout.replies import ReplyEncoder
+from zmqrl.rollout.stateful import NO_MEMORY, Memory, Recall, States, are_apart, split_off
 from zmqrl.rollout.versions import PolicyVersions
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE, Encoded, decode, decode_meta, encode_meta
 from zmqrl.transport.header import (
     FLAG_EVAL,
+    FLAG_KEPT,
     FLAG_LANE,
+    FLAG_MEMORY,
     FLAG_READS_LANE,
     HEADER_SIZE,
     MAX_FRAMES,
@@ -87,6 +93,8 @@ class _Shard:
     entry: Entry
     header: Header
     observation: Any
+    memory: Memory | None
+    """What it says of its rows, for a policy with memory."""
 
 
 class RolloutWorker:
@@ -109,6 +117,8 @@ class RolloutWorker:
         heartbeat_s: Seconds; as the broker's.
         keys: Of a worker.
         static_sizes: The only numbers of rows that the policy is called with; see `Inference`.
+        state_mb: Mebibytes of states that the worker keeps for a policy with memory; None to have the
+            clients carry them.
     """
 
     def __init__(
@@ -125,6 +135,7 @@ class RolloutWorker:
         heartbeat_s: float = sockets.HEARTBEAT_S,
         keys: Keys | None = None,
         static_sizes: Sequence[int] = (),
+        state_mb: int | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.name = name
@@ -134,6 +145,7 @@ class RolloutWorker:
         self._apart = FLAG_EVAL if self._inference.wants_one_mode else 0
         """The flags that requests of one batch must have in common."""
         self._encoder = ReplyEncoder()
+        self._states = States(state_mb) if self._versions.keeps_state else None
         self._introduction: dict[str, Any] = {
             "role": "worker",
             "name": name,
@@ -144,6 +156,8 @@ class RolloutWorker:
         }
         if rank is not None:
             self._introduction.update(rank=rank, world_size=world_size)
+        if self._states is not None and not self._states.travel:
+            self._introduction["sticky"] = True
         self._max_message = max_message_mb << 20
         self._heartbeat_s = heartbeat_s
         self._keys = keys
@@ -153,7 +167,7 @@ class RolloutWorker:
         self._prefetch = Prefetch(prefetch)
         self._predict_s = 0.0  # spent in the policy for the batch in hand
         self._epoch: Any = None  # of the broker that knows this worker
-        self._failures = _Failures()
+        self._failures = Failures()
         self._lane = Lane()
         self._connect()
 
@@ -283,6 +297,14 @@ class RolloutWorker:
                 # Views of what came: `merge` copies them into memory that is the policy's own. It has
                 # nothing to do for a small observation that is alone.
                 observation = decode(meta, buffers, writable=is_single and not buffers)
+                memory = None
+                if header.flags & FLAG_MEMORY:
+                    observation, fields = split_off(observation)
+                    if self._states is not None:
+                        memory = Memory.of(fields, header.rows)
+                elif self._states is not None:
+                    replies[entry.slot] = self._error(entry, header, "memory", NO_MEMORY)
+                    continue
                 if rows_of(observation) != header.rows:
                     raise DecodeError("the header and the arrays differ in their rows")
             except SharedMemoryLost as error:
@@ -292,7 +314,7 @@ class RolloutWorker:
                 replies[entry.slot] = self._error(entry, header, "refused", str(error))
                 continue
             kind = (header.signature, header.policy_version, header.flags & self._apart)
-            groups.setdefault(kind, []).append(_Shard(entry, header, observation))
+            groups.setdefault(kind, []).append(_Shard(entry, header, observation, memory))
         self._predict_s = 0.0
         for shards in groups.values():
             replies.update(self._answer(shards))
@@ -326,8 +348,16 @@ class RolloutWorker:
         version = shards[0].header.policy_version
         if self._versions.lacks(version):
             return {shard.entry.slot: self._later(shard, version) for shard in shards}
+        if self._states is not None and len(shards) > 1 and not are_apart(s.memory for s in shards):
+            # A request that came twice: the second is answered with what was kept of the first.
+            return {**self._answer(shards[:1]), **self._answer(shards[1:])}
         try:
-            return self._infer(shards)
+            recall = None
+            if self._states is not None:
+                recall = self._states.recall([shard.memory for shard in shards if shard.memory])
+                if recall.lost.any():
+                    return self._answer_the_rest(shards, recall.lost)
+            return self._infer(shards, recall)
         except Exception as error:
             if len(shards) > 1:
                 # One of them may be to blame, so each is tried for itself.
@@ -341,14 +371,39 @@ class RolloutWorker:
             entry, header = shards[0].entry, shards[0].header
             return {entry.slot: self._error(entry, header, "policy", f"{text}\n\n{self.name}: {trace}")}
 
-    def _infer(self, shards: Sequence[_Shard]) -> dict[int, list[Any]]:
+    def _answer_the_rest(self, shards: Sequence[_Shard], lost: np.ndarray) -> dict[int, list[Any]]:
+        """The replies, of which those to shards with lost states are errors."""
+        replies: dict[int, list[Any]] = {}
+        rest = []
+        bounds = list(accumulate([shard.header.rows for shard in shards]))
+        for shard, of_shard in zip(shards, np.split(lost, bounds[:-1]), strict=True):
+            rows = np.flatnonzero(of_shard).tolist()
+            if rows:
+                names = ", ".join(map(str, rows[:20]))
+                text = f"{self.name} does not have the state of row {names}: begin an episode there"
+                entry, header = shard.entry, shard.header
+                replies[entry.slot] = self._error(entry, header, "state", text, rows=rows)
+            else:
+                rest.append(shard)
+        if rest:
+            replies.update(self._answer(rest))
+        return replies
+
+    def _infer(self, shards: Sequence[_Shard], recall: Recall | None) -> dict[int, list[Any]]:
         rows = [shard.header.rows for shard in shards]
-        output, version, seconds = self._inference.run(
+        output, version, seconds, state = self._inference.run(
             [shard.observation for shard in shards],
             rows,
             [bool(shard.header.flags & FLAG_EVAL) for shard in shards],
             shards[0].header.policy_version,
+            recall,
         )
+        versions = [version] * len(shards)
+        kept = 0
+        if recall is not None:
+            output = recall.answer(output, version, state)
+            versions = recall.versions(rows)
+            kept = FLAG_MEMORY if self._states is not None and self._states.travel else FLAG_KEPT
         self._predict_s += seconds
         predict_us = _microseconds(seconds)
         replies = {}
@@ -358,9 +413,11 @@ class RolloutWorker:
         encoded_parts = self._encoder.encode(output, rows, copy=not shares)
         for encoded in encoded_parts:  # all of them first: memory that was lent must be read by somebody
             self._check_size(encoded)
-        for shard, encoded in zip(shards, encoded_parts, strict=True):
+        if recall is not None:
+            recall.commit()
+        for shard, encoded, version in zip(shards, encoded_parts, versions, strict=True):
             entry, header = shard.entry, shard.header
-            flags, buffers, place = header.flags & FLAG_EVAL, encoded.buffers, b""
+            flags, buffers, place = kept | header.flags & FLAG_EVAL, encoded.buffers, b""
             if shares and buffers:
                 reads = header.flags & FLAG_READS_LANE != 0
                 buffers, slot = self._lane.place(buffers, borrowed=True, lends=reads)
@@ -402,7 +459,7 @@ class RolloutWorker:
                 f"at most {MAX_FRAMES} of {self._max_message >> 20} MiB can be sent"
             )
 
-    def _error(self, entry: Entry, header: Header, code: str, text: str, **more: int) -> list[Any]:
+    def _error(self, entry: Entry, header: Header, code: str, text: str, **more: Any) -> list[Any]:
         reply = Header(
             Op.ERROR,
             flags=header.flags & FLAG_EVAL,
@@ -417,21 +474,3 @@ class RolloutWorker:
 
 def _microseconds(seconds: float) -> int:
     return min(int(seconds * 1e6), 2**32 - 1)
-
-
-class _Failures:
-    """Logs the policy's failures: the first at once, then how many there were, every ten seconds."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._logged = float("-inf")
-
-    def note(self, text: str, error: Exception) -> None:
-        """Count one failure, and log if it is time."""
-        self._count += 1
-        if time.monotonic() < self._logged + 10.0:
-            return
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}, line {frame.lineno}"
-        log.warning("the policy failed on %d request(s): %s (%s)", self._count, text, where)
-        self._count, self._logged = 0, time.monotonic()

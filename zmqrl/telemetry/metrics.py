@@ -166,6 +166,7 @@ def pool_metrics(done: Sample, seconds: float, rollout_workers: int) -> Metrics:
     batches = max(1, counters.get("batches", 0))
     busy = done.predict_s / (seconds * rollout_workers) if seconds else 0.0
     requests = max(1, totals.requests)
+    lost = {"env/state_lost": totals.state_lost} if totals.state_lost else {}
     return {
         "env_steps_per_s": totals.env_steps / seconds if seconds else 0.0,
         "rollout/mean_shards_per_batch": counters.get("shards", 0) / batches,
@@ -178,6 +179,7 @@ def pool_metrics(done: Sample, seconds: float, rollout_workers: int) -> Metrics:
         "time/broker/queue": totals.queue_s / requests,
         "time/rollout/predict": totals.predict_s / requests,
         "bottleneck": bottleneck(totals, busy),
+        **lost,
     }
 
 

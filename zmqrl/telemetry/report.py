@@ -78,6 +78,8 @@ class EnvTotals:
     """Those that hold numbers which are not finite."""
     not_finite: int = 0
     """Steps with such numbers."""
+    state_lost: int = 0
+    """Episodes that began again because the states of a policy with memory were lost."""
 
 
 @dataclass(slots=True)

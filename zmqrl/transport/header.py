@@ -68,6 +68,13 @@ FLAG_LANE = 2
 FLAG_READS_LANE = 4
 """The sender can read such messages; of an INFER: so its reply may be one."""
 
+FLAG_MEMORY = 8
+"""INFER: beside the observation stands what a policy with memory needs to know of the rows. REPLY:
+beside the output stands the state of the rows, for the next request."""
+
+FLAG_KEPT = 16
+"""REPLY: the worker keeps the state of the rows."""
+
 _MARK = MAGIC + bytes([VERSION])
 """What every message of this version begins with."""
 

@@ -1,0 +1,39 @@
+"""The seeds of episodes: the same start states each time, whoever steps an env."""
+
+from __future__ import annotations
+
+
+class Seeds:
+    """One seed for each env and episode.
+
+    Args:
+        base: Of the first episode of the first env.
+        first_env: Index, over all env workers, of the first row.
+        total_envs: Of all env workers.
+    """
+
+    def __init__(self, base: int, first_env: int, total_envs: int) -> None:
+        self._base = base
+        self._first = first_env
+        self._total = total_envs
+        self._begun: dict[int, int] = {}
+
+    def __call__(self, row: int) -> int:
+        """The seed of the next episode of a row."""
+        number = self._begun.get(row, 0)
+        self._begun[row] = number + 1
+        return self._base + self._first + row + number * self._total
+
+    def restart(self) -> None:
+        """Begin with the first episodes again."""
+        self._begun.clear()
+
+    def repeat(self) -> None:
+        """Begin with the episodes under way again."""
+        for row, number in self._begun.items():
+            self._begun[row] = number - 1
+
+
+def no_seed(row: int) -> None:
+    """Let the simulator go on."""
+    return
