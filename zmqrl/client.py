@@ -315,6 +315,35 @@ class PolicyClient:
         with self._exclusive() as connection:
             connection.phase(name)
 
+    def fileno(self) -> int:
+        """A file descriptor for a loop that waits for this client and for others.
+
+        It is for reading, in `select`, a selector, or a poller, and stays the same until `close`; a
+        forked process gets one of its own. The loop that calls it:
+
+            selector.register(policy, selectors.EVENT_READ)
+            pending = policy.submit(obs)
+            while not pending.done():
+                selector.select(policy.catch_up())
+
+        It tells of what comes after the last call of the client: any call may take in what has come
+        before, and the sign of it. So call `catch_up` last before each wait.
+        """
+        with self._exclusive() as connection:
+            return connection.fileno()
+
+    def catch_up(self) -> float:
+        """Take in what has arrived, and do what is due, such as to ask after what stays silent.
+
+        It does not wait. Afterwards `Pending.done()` tells of each request whether it has ended.
+
+        Returns:
+            Seconds that may be waited; 0 if a request has ended since the last call, so that nobody
+            waits before having looked.
+        """
+        with self._exclusive() as connection:
+            return connection.catch_up()
+
     def close(self) -> None:
         """Say goodbye and close the socket; pending requests end in `ClientClosed`.
 

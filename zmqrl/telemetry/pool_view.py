@@ -82,7 +82,9 @@ def _broker(endpoint: str, status: dict[str, Any]) -> Text:
 
 
 def _workers(status: dict[str, Any]) -> Table:
-    table = _table("worker", "serves", "does", "since", "shards", "batches", "weights", "where")
+    at_home = any(worker.get("homes") for worker in status["workers"])
+    homes = ["homes"] if at_home else []
+    table = _table("worker", "serves", "does", "since", "shards", *homes, "batches", "weights", "where")
     for worker in status["workers"]:
         totals = status["totals"].get(worker["name"], {})
         table.add_row(
@@ -91,6 +93,7 @@ def _workers(status: dict[str, Any]) -> Table:
             worker["state"],
             _duration(worker["state_s"]),
             str(worker["shards"]),
+            *([str(worker["homes"])] if at_home else []),
             f"{totals.get('batches', 0):,}",
             str(totals.get("policy_version", 0)),
             Text(f"{worker['host']}:{worker['pid']}"),
@@ -120,7 +123,7 @@ def _clients(status: dict[str, Any]) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for column in columns:
-        right = column in ("since", "shards", "batches", "weights", "open")
+        right = column in ("since", "shards", "homes", "batches", "weights", "open")
         table.add_column(column, justify="right" if right else "left")
     return table
 
