@@ -115,6 +115,9 @@ class PolicyClient:
         mode: Optional[str] = None,
         timeout: Optional[float] = None,
         copy: bool = True,
+        *,
+        policy: str = "",
+        version: int = 0,
     ) -> Dict[str, Any]:
         """Actions for a batch of observations.
 
@@ -123,6 +126,8 @@ class PolicyClient:
             mode: `train` for sampled actions, `eval` for deterministic ones; None for the client's own.
             timeout: Seconds; None for the client's own.
             copy: False promises that the arrays do not change until this returns.
+            policy: The name of the policy that is asked, of several; empty for the pool's own.
+            version: Of the weights that must answer; 0 for the newest.
 
         Returns:
             The policy's output; `actions` [N, ...] and whatever else it returns.
@@ -135,17 +140,23 @@ class PolicyClient:
             PolicyError: The policy failed on this observation; has the remote traceback.
             ClientError: Another of its kinds, see `zmqrl.errors`.
         """
-        return _waited_for(self.submit(observation, mode, timeout, copy))
+        return _waited_for(self.submit(observation, mode, timeout, copy, policy=policy, version=version))
 
     def infer_one(
-        self, observation: Any, mode: Optional[str] = None, timeout: Optional[float] = None
+        self,
+        observation: Any,
+        mode: Optional[str] = None,
+        timeout: Optional[float] = None,
+        *,
+        policy: str = "",
+        version: int = 0,
     ) -> Dict[str, Any]:
         """Actions for a single observation that has no batch axis.
 
         Args:
             observation: A tree; arrays [...], scalars and str.
             mode: As in `infer`.
-            timeout: As in `infer`.
+            timeout, policy, version: As in `infer`.
 
         Returns:
             The policy's output without its first axis; `actions` [...].
@@ -153,7 +164,7 @@ class PolicyClient:
         Raises:
             ClientError, EncodeError: As `infer`.
         """
-        pending = self.submit(with_axis(observation), mode, timeout)
+        pending = self.submit(with_axis(observation), mode, timeout, policy=policy, version=version)
         pending.single = True
         return {key: without_axis(value) for key, value in _waited_for(pending).items()}
 
@@ -231,6 +242,7 @@ class PolicyClient:
             )
             self._next_id += 1
             request = Request(header, encoded.meta, encoded.buffers, deadline, borrowed)
+            request.policy = policy
             connection.start(request)
             pending = Pending(self._exclusive, connection, request)
             if recorded:

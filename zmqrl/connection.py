@@ -87,6 +87,7 @@ class Request:
     reply: Optional[Header] = None
     slot: Optional[Slot] = None  # of shared memory, with the large arrays
     read_once = False  # whether nobody but the worker that replied has read that
+    policy = ""  # the name of the policy that is asked; the broker may know its number only
 
     def __init__(
         self,
@@ -333,7 +334,8 @@ class Connection:
             # Of many refusals at once some are dropped on the way; this one's will have been among them.
             kind, state = Overloaded, words
         state = state or "the broker said nothing about the request"
-        return kind(f"no reply from {self.endpoint} within the timeout: {state}")
+        of = f" of the policy {request.policy!r}" if request.policy else ""
+        return kind(f"no reply{of} from {self.endpoint} within the timeout: {state}")
 
     def _end(self, request: Request, result: Any = None, error: Optional[ClientError] = None) -> None:
         del self.requests[request.header.request_id]
@@ -441,7 +443,8 @@ class Connection:
         elif code == "lane" and request.slot is not None:
             self._leave_the_lane(request)
         else:
-            self._end(request, error=self._error_of(code, message))
+            of = f"the policy {request.policy!r}: " if request.policy else ""
+            self._end(request, error=self._error_of(code, of + message))
 
     def _leave_the_lane(self, request: Request) -> None:
         """A peer cannot read this process's memory, or the other way round; send over the socket."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,23 @@ def dump(config: Config, path: Path) -> None:
     """Write `config`, defaults included, as YAML that `load` reads back to an equal configuration."""
     tree = config.model_dump(mode="json")
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+
+
+def for_policy(reference: str | None, words: Iterable[str], section: str, key: str) -> list[str]:
+    """The overrides of a command line on which a policy may be named.
+
+    Args:
+        reference: What names it, such as `module:factory`; None if the command line does not.
+        words: `key=value` strings. Where a policy is named, those whose key begins with no section of
+            the configuration are for its factory.
+        section: That names a policy.
+        key: Of it there; the one with `_kwargs` behind it is for the factory.
+    """
+    if reference is None:
+        return list(words)
+    own = [word for word in words if re.split(r"[.=]", word.strip())[0] in Config.model_fields]
+    others = [f"{section}.{key}_kwargs.{word.strip()}" for word in words if word not in own]
+    return [*own, f"{section}.{key}={reference}", *others]
 
 
 class _Loader(yaml.SafeLoader):

@@ -18,7 +18,7 @@ from zmqrl.env.making import make_shard
 from zmqrl.env.orders import Order, Orders
 from zmqrl.env.rewards import RewardRequests
 from zmqrl.env.stage import Stage
-from zmqrl.errors import ClientError, EnvironmentFailure, TrainingEnded, ZmqrlError
+from zmqrl.errors import ClientError, ConfigError, EnvironmentFailure, TrainingEnded, ZmqrlError
 from zmqrl.process import StopSignal
 from zmqrl.recording import Recording
 from zmqrl.telemetry.report import Report, Reporter
@@ -51,6 +51,7 @@ class EnvWorker:
         on_demand: In `eval` mode: wait for the learner to ask, again and again.
 
     Raises:
+        ConfigError: It is to ask a named policy, and a learner.
         EnvironmentFailure: The simulator cannot be made.
     """
 
@@ -59,6 +60,9 @@ class EnvWorker:
     ) -> None:
         self.name = f"env-{rank}" if mode == "train" else f"eval-{rank}"
         self.report = Report(self.name, rank, incarnation=time.time_ns())
+        self._policy = config.policies_of(mode)[rank]
+        if self._policy and (on_demand or (mode == "train" and config.learns)):
+            raise ConfigError("env.policies: a learner trains and evaluates the pool's own policy")
         self._stop = stop
         self._success_key = config.env.success_key
         self._delays = DelaySampler(config.env.delays_of(mode), rank)
@@ -210,7 +214,11 @@ class EnvWorker:
         stage.sent = time.monotonic()
         # The shard owns the observation's memory and makes a new one at each step: no copy is needed.
         stage.pending = self._client.submit(
-            _finite(stage.observation), copy=False, stage=stage.index, version=self._version
+            _finite(stage.observation),
+            copy=False,
+            stage=stage.index,
+            policy=self._policy,
+            version=self._version,
         )
 
     def _wait_to_begin(self, stage: Stage) -> None:
@@ -367,14 +375,14 @@ class EnvWorker:
 
     def _make_stages(self, config: Config, mode: Mode, rank: int) -> list[Stage]:
         section = config.env.of_mode(mode)
-        total = config.total_envs(mode)
         first = config.first_env_of(mode, rank)
+        start, total = config.start_states_of(mode, rank)
         quota = section.rollout_epoch if mode == "eval" else None
         stages = []
         for index, rows in enumerate(config.stage_sizes(mode, rank)):
             seed_of: SeedOf = _no_seed
             if section.use_fixed_reset_state_ids:
-                seed_of = _Seeds(section.seed, first, total)
+                seed_of = _Seeds(section.seed, start, total)
                 self._seeds.append(seed_of)
             filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
             try:
@@ -383,6 +391,7 @@ class EnvWorker:
                 raise _with_name(error, self.name) from error.__cause__
             stages.append(Stage(shard, index, first, quota))
             first += rows
+            start += rows
         return stages
 
     def _make_recording(self, config: Config, endpoint: str) -> Recording:
@@ -401,10 +410,10 @@ class EnvWorker:
 class _Seeds:
     """The same start states each time: one seed for each env and episode, whoever steps it."""
 
-    def __init__(self, base: int, first_env: int, total_envs: int) -> None:
+    def __init__(self, base: int, first: int, total: int) -> None:
         self._base = base
-        self._first = first_env
-        self._total = total_envs
+        self._first = first
+        self._total = total
         self._begun: dict[int, int] = {}
 
     def __call__(self, row: int) -> int:
