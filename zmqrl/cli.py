@@ -19,6 +19,7 @@ _EXTRAS = {
     "tensordict": "train",
     "matplotlib": "train",
     "tensorboard": "train",
+    "stable_baselines3": "sb3",
 }
 """What brings a module that is missing."""
 

@@ -79,7 +79,7 @@ def test_a_policy_twice_with_other_arguments_plays_the_same_start_states(folder:
 
 SLOW = (
     f"{SIM}:Paid",
-    "env.kwargs.length=60",
+    "env.kwargs.length=150",
     "env.eval={total_num_envs: 4, rollout_epoch: 2}",
     "env.delay_sampler={type: constant, delay: 0.03}",
     "cluster.component_placement.env=0-1",
@@ -94,7 +94,7 @@ def test_the_loss_of_a_policys_last_worker_does_not_touch_the_other_policy(folde
     text, result = evaluation.text(), evaluation.result()
     assert "no rollout worker of the policy idle is left: rollout-idle-0 was killed by SIGKILL" in text
     assert result["eval/busy/num_trajectories"] == 4
-    assert (result["eval/busy/return"], result["eval/busy/missing_trajectories"]) == (60, 0)
+    assert (result["eval/busy/return"], result["eval/busy/missing_trajectories"]) == (150, 0)
     assert result["eval/idle/missing_trajectories"] > 0
 
 
@@ -104,7 +104,7 @@ def test_a_policys_worker_that_was_killed_is_started_again(folder: Path) -> None
     evaluation.part("start-rollout-worker", "idle").send_signal(signal.SIGKILL)
     assert evaluation.wait() == 0, evaluation.text()
     result = evaluation.result()
-    assert (result["eval/busy/return"], result["eval/idle/return"]) == (60, 0)
+    assert (result["eval/busy/return"], result["eval/idle/return"]) == (150, 0)
     assert result["eval/missing_trajectories"] == 0
 
 
@@ -131,7 +131,7 @@ def test_a_client_asks_policies_by_name_and_is_told_which_there_are(pool: Pool) 
     assert client.infer_one(observation[0], policy="right")["actions"] == 1
     for policy in ("lift", ""):
         with pytest.raises(PolicyTimeout, match="the policy 'left', the policy 'right'") as error:
-            client.infer(observation, policy=policy, timeout=1)
+            client.infer(observation, policy=policy, timeout=3)
         assert ("the policy 'lift'" in str(error.value)) == bool(policy)
     served = {worker["name"]: worker["policy"] for worker in pool.status()["workers"]}
     assert sorted(served.values()) == ["left", "right"]
