@@ -63,6 +63,7 @@ def exported(path: str, device: str = "cpu") -> Any:
         PolicyLoadError: It is no such file.
     """
     from torch.export.passes import move_to_device_pass
+    from torch.utils._pytree import tree_unflatten
 
     _check_kind(path, "exported")
     with warnings.catch_warnings():
@@ -75,8 +76,10 @@ def exported(path: str, device: str = "cpu") -> Any:
             if node.op == "placeholder" and node.name in user_inputs
         ]
         module = move_to_device_pass(program, device).module()
+        spec = program.call_spec.in_spec
+        inputs = None if spec is None else tree_unflatten([None] * spec.num_leaves, spec)
     only_rows = next((shape[0] for shape in shapes if shape and isinstance(shape[0], int)), None)
-    return ModelFile(module, only_rows)
+    return ModelFile(module, inputs, only_rows)
 
 
 def stable_baselines3(

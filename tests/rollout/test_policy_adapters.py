@@ -22,6 +22,7 @@ pytestmark = [
     # What torch says about its own future.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
 ]
 
 TRAIN, EVAL = np.zeros(4, dtype=bool), np.ones(4, dtype=bool)
@@ -116,7 +117,7 @@ def test_a_file_with_several_inputs_gets_the_parts_of_the_observation_by_name(ki
     observation = {"image": np.full((4, 4), 5, np.uint8), "state": STATE, "task": list("abcd")}
     np.testing.assert_array_equal(policy.infer(observation, TRAIN), STATE * [1, 2, 3] + 5)
     del observation["image"]
-    with pytest.raises(PolicyError, match="an input 'image', but the observation has only state, task"):
+    with pytest.raises(PolicyError, match="an input 'image'; the observation has only state, task"):
         policy.infer(observation, TRAIN)
 
 
@@ -126,6 +127,15 @@ def test_a_file_that_takes_a_dict_gets_what_it_knows_in_its_own_order(kind, tmp_
     output = policy.infer({"a": np.full((4, 1), 7.0), "b": STATE}, TRAIN)
     np.testing.assert_array_equal(output["actions"], STATE * [1, 2, 3])
     assert output["extra"].tolist() == [7] * 4
+
+
+def test_a_program_that_takes_a_dict_is_not_bothered_with_more_keys_and_misses_none(tmp_path) -> None:
+    policy = file_of("exported", tmp_path, Nested(), NESTED)
+    observation = {"a": np.full((4, 1), 7.0), "b": STATE, "c": STATE, "task": list("abcd")}
+    np.testing.assert_array_equal(policy.infer(observation, TRAIN)["actions"], STATE * [1, 2, 3])
+    del observation["b"]
+    with pytest.raises(PolicyError, match="an input 'b'; the observation has only a, c, task"):
+        policy.infer(observation, TRAIN)
 
 
 def test_a_traced_module_is_a_torchscript_file_too(tmp_path) -> None:

@@ -115,7 +115,7 @@ def test_a_model_of_another_algorithm_and_other_statistics_are_named(tmp_path: P
     saved(tmp_path, "SAC", STATE, BOX)
     with pytest.raises(PolicyLoadError, match=r"model\.zip is no model of DQN: \w+: "):
         loaded(tmp_path, "DQN")
-    with pytest.raises(PolicyLoadError, match="no algorithm 'ppo'; there are A2C, .*PPO"):
+    with pytest.raises(PolicyLoadError, match=r"no algorithm 'ppo'; there are A2C, .*PPO"):
         loaded(tmp_path, "ppo")
     with pytest.raises(PolicyLoadError, match=r"there is no file .*stats\.pkl"):
         loaded(tmp_path, "SAC", vec_normalize=str(tmp_path / "stats.pkl"))

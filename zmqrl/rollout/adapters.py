@@ -56,14 +56,25 @@ class ModelFile(torch.nn.Module):
 
     Args:
         module: It.
+        inputs: Its positional arguments and its keyword arguments, each a tree whose dicts have the keys
+            that it wants, in the order in which it wants them; None if it minds neither.
         only_rows: The only number of rows that it takes; None if any.
     """
 
-    def __init__(self, module: torch.nn.Module, only_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        only_rows: int | None = None,
+    ) -> None:
         super().__init__()
         self._orig_mod = module
         self.only_rows = only_rows
-        self._inputs = [name for name in parameters_of(module.forward) if name not in _MASKS]
+        names = list(parameters_of(module.forward))
+        self._args: tuple[Any, ...] = inputs[0] if inputs else (None,) * len(names)
+        self._kwargs: dict[str, Any] = inputs[1] if inputs else {}
+        self._names = [*names[: len(self._args)], *self._kwargs]
+        self._single = sum(name not in _MASKS for name in self._names) == 1
 
     def train(self, mode: bool = True) -> ModelFile:
         """Nothing: an exported module has its mode built in, and refuses to be told another."""
@@ -71,15 +82,35 @@ class ModelFile(torch.nn.Module):
 
     def forward(self, observation: Any, **masks: Any) -> Any:
         """The module's output, as a `Policy` returns it."""
-        if len(self._inputs) <= 1:
-            return self._orig_mod(observation, **masks)
-        missing = [name for name in self._inputs if name not in observation]
-        if missing:
-            raise PolicyError(
-                f"the model has an input {missing[0]!r}, but the observation has only "
-                f"{', '.join(observation) if isinstance(observation, dict) else 'one array'}"
-            )
-        return self._orig_mod(*[observation[name] for name in self._inputs], **masks)
+        given = [self._input(name, observation, masks) for name in self._names]
+        count = len(self._args)
+        args = [_shaped(want, value) for want, value in zip(self._args, given[:count], strict=True)]
+        kwargs = {
+            name: _shaped(want, value)
+            for (name, want), value in zip(self._kwargs.items(), given[count:], strict=True)
+        }
+        return self._orig_mod(*args, **kwargs)
+
+    def _input(self, name: str, observation: Any, masks: Mapping[str, Any]) -> Any:
+        if name in masks:
+            return masks[name]
+        return observation if self._single else _entry(observation, name)
+
+
+def _shaped(want: Any, tree: Any) -> Any:
+    """`tree` with the keys of `want` alone, and in its order."""
+    if isinstance(want, Mapping):
+        return {key: _shaped(child, _entry(tree, key)) for key, child in want.items()}
+    if isinstance(want, (list, tuple)) and isinstance(tree, list):
+        return type(want)(_shaped(child, item) for child, item in zip(want, tree, strict=True))
+    return tree
+
+
+def _entry(observation: Any, key: str) -> Any:
+    if isinstance(observation, Mapping) and key in observation:
+        return observation[key]
+    there = ", ".join(observation) if isinstance(observation, Mapping) else "one array"
+    raise PolicyError(f"the model has an input {key!r}; the observation has only {there}")
 
 
 class TensorDictActor(torch.nn.Module):

@@ -77,7 +77,7 @@ class TensorPolicy:
             function.to(self.device).eval()
             floating = (p.dtype for p in function.parameters() if p.is_floating_point())
             self._dtype = next(floating, None)
-            target = self._module.forward
+            target = getattr(self._module, "forward", None)
         # A module around another one, as adapters are, may take what the inner one does not.
         parameters = {*parameters_of(target), *parameters_of(getattr(function, "forward", function))}
         self._takes_mask = "eval_mask" in parameters
