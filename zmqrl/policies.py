@@ -4,7 +4,8 @@ bin/start-rollout-worker --policy zmqrl.policies:torchscript path=actor.pt
 bin/start-rollout-worker --policy zmqrl.policies:exported path=actor.pt2
 bin/start-rollout-worker --policy zmqrl.policies:stable_baselines3 path=model.zip algorithm=PPO
 
-What they return is loaded on `rollout.device`: a factory that names an argument `device` is told.
+What they return is loaded on `rollout.device`: a factory that names an argument `device` is told. Only
+for files that you trust: reading them may run code that is in them.
 """
 
 from __future__ import annotations
@@ -87,8 +88,7 @@ def stable_baselines3(
 ) -> Any:
     """A model of Stable-Baselines3 or of sb3-contrib, as its `save` wrote it.
 
-    Only for files that you trust: both libraries unpickle what they read, which runs whatever code is in
-    the file.
+    Only for files that you trust: they are unpickled, which runs whatever code is in them.
 
     Args:
         path: Of the zip file.

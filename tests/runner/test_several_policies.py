@@ -14,7 +14,7 @@ from runner.evaluation import SIM, Run
 
 from zmqrl import config
 from zmqrl.config.policies import assigned
-from zmqrl.errors import ConfigError, PolicyTimeout
+from zmqrl.errors import ConfigError, PolicyError, PolicyTimeout
 
 POLICIES = TESTS / "policies.py"
 TWO = (
@@ -129,6 +129,8 @@ def test_a_client_asks_policies_by_name_and_is_told_which_there_are(pool: Pool) 
     assert client.infer(observation, policy="left")["actions"].tolist() == [0, 0, 0]
     assert client.infer(observation, policy="right")["actions"].tolist() == [1, 1, 1]
     assert client.infer_one(observation[0], policy="right")["actions"] == 1
+    with pytest.raises(PolicyError, match="weights of version 3"):
+        client.infer(observation, policy="right", version=3)
     for policy in ("lift", ""):
         with pytest.raises(PolicyTimeout, match="the policy 'left', the policy 'right'") as error:
             client.infer(observation, policy=policy, timeout=3)
@@ -219,6 +221,15 @@ def test_a_training_of_several_policies_is_refused(folder: Path) -> None:
         timeout=40,
     )
     assert (done.returncode, "one policy is trained" in done.stderr) == (2, True)
+
+
+def test_words_of_a_command_line_go_to_the_configuration_or_to_the_factory() -> None:
+    words = ["path=a=b", "env.id=x", "algorithm=PPO", "algorithm={name: ppo}", "keys.env=3", "env=4"]
+    loaded = config.load(None, config.for_policy("m:f", words, "rollout", "policy"))
+    wanted = {"path": "a=b", "algorithm": "PPO", "keys": {"env": 3}, "env": 4}
+    assert (loaded.rollout.policy, loaded.rollout.policy_kwargs) == ("m:f", wanted)
+    assert (loaded.env.id, loaded.algorithm.name) == ("x", "ppo")
+    assert config.for_policy(None, words, "rollout", "policy") == words
 
 
 @pytest.mark.parametrize("weights", [{"a": 3, "b": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 0.7, "b": 0.2}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,16 +49,25 @@ def for_policy(reference: str | None, words: Iterable[str], section: str, key: s
 
     Args:
         reference: What names it, such as `module:factory`; None if the command line does not.
-        words: `key=value` strings. Where a policy is named, those whose key begins with no section of
-            the configuration are for its factory.
+        words: `key=value` strings. Where a policy is named, those that are about no section of the
+            configuration are for its factory.
         section: That names a policy.
         key: Of it there; the one with `_kwargs` behind it is for the factory.
     """
     if reference is None:
         return list(words)
-    own = [word for word in words if re.split(r"[.=]", word.strip())[0] in Config.model_fields]
-    others = [f"{section}.{key}_kwargs.{word.strip()}" for word in words if word not in own]
-    return [*own, f"{section}.{key}={reference}", *others]
+    overrides = [f"{section}.{key}={reference}"]
+    for word in words:
+        own = _is_about_a_section(word)
+        overrides.append(word if own else f"{section}.{key}_kwargs.{word.strip()}")
+    return overrides
+
+
+def _is_about_a_section(override: str) -> bool:
+    """Whether it names a key of a section, or a whole one; `algorithm=PPO` does not."""
+    key, _, value = override.partition("=")
+    name, dot, _ = key.strip().partition(".")
+    return name in Config.model_fields and (bool(dot) or value.strip().startswith("{"))
 
 
 class _Loader(yaml.SafeLoader):
