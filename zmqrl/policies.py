@@ -70,16 +70,18 @@ def exported(path: str, device: str = "cpu") -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
         program = torch.export.load(path)
-        user_inputs = program.graph_signature.user_inputs
-        shapes = [
-            node.meta["val"].shape
+        tensors = {
+            node.name: node.meta["val"]
             for node in program.graph.nodes
-            if node.op == "placeholder" and node.name in user_inputs
-        ]
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
+        }
+        given = [tensors.get(name) for name in program.graph_signature.user_inputs]
         module = move_to_device_pass(program, device).module()
-        spec = program.call_spec.in_spec
-        inputs = None if spec is None else tree_unflatten([None] * spec.num_leaves, spec)
-    only_rows = next((shape[0] for shape in shapes if shape and isinstance(shape[0], int)), None)
+    spec = program.call_spec.in_spec
+    dtypes = [None if tensor is None else tensor.dtype for tensor in given]
+    inputs = None if spec is None else tree_unflatten(dtypes, spec)
+    first = [tensor.shape[0] for tensor in given if tensor is not None and tensor.ndim]
+    only_rows = next((size for size in first if isinstance(size, int)), None)
     return ModelFile(module, inputs, only_rows)
 
 

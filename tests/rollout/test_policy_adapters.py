@@ -138,6 +138,16 @@ def test_a_program_that_takes_a_dict_is_not_bothered_with_more_keys_and_misses_n
         policy.infer(observation, TRAIN)
 
 
+def test_a_program_without_weights_gets_the_dtypes_that_it_was_exported_with(tmp_path) -> None:
+    class Fixed(torch.nn.Module):
+        def forward(self, state: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+            return state @ torch.ones(3) + steps
+
+    policy = file_of("exported", tmp_path, Fixed(), torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32))
+    output = policy.infer({"state": STATE, "steps": np.arange(4)}, TRAIN)
+    np.testing.assert_array_equal(output, STATE.sum(1) + np.arange(4))
+
+
 def test_a_traced_module_is_a_torchscript_file_too(tmp_path) -> None:
     policy = loaded("torchscript", traced(tmp_path / "policy.pt", Scale()))
     np.testing.assert_array_equal(policy.infer(STATE, TRAIN), STATE * [1, 2, 3])

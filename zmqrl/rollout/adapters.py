@@ -56,7 +56,7 @@ class ModelFile(torch.nn.Module):
 
     Args:
         module: It.
-        inputs: Its positional arguments and its keyword arguments, each a tree whose dicts have the keys
+        inputs: Its positional and its keyword arguments, each a tree of dtypes whose dicts have the keys
             that it wants, in the order in which it wants them; None if it minds neither.
         only_rows: The only number of rows that it takes; None if any.
     """
@@ -98,12 +98,13 @@ class ModelFile(torch.nn.Module):
 
 
 def _shaped(want: Any, tree: Any) -> Any:
-    """`tree` with the keys of `want` alone, and in its order."""
+    """`tree` with the keys of `want` alone, in its order, and with its dtypes."""
     if isinstance(want, Mapping):
         return {key: _shaped(child, _entry(tree, key)) for key, child in want.items()}
     if isinstance(want, (list, tuple)) and isinstance(tree, list):
         return type(want)(_shaped(child, item) for child, item in zip(want, tree, strict=True))
-    return tree
+    is_array = isinstance(want, torch.dtype) and isinstance(tree, torch.Tensor)
+    return tree.to(want) if is_array else tree
 
 
 def _entry(observation: Any, key: str) -> Any:
