@@ -376,6 +376,15 @@ def test_the_batch_has_the_keys_images_and_texts_that_the_policy_wants() -> None
     assert top[:, 0, 2, 1].tolist() == [1] * 4
 
 
+def test_a_module_whose_forward_names_the_mask_is_called_although_it_has_select_action() -> None:
+    class Own(Masked):
+        def select_action(self, state):
+            raise AssertionError("this is for a loop of its own")
+
+    output = as_policy(Own(), "cpu").infer(np.ones((4, 3)), MIXED)
+    np.testing.assert_array_equal(output, np.outer(MIXED, [1, 2, 3]))
+
+
 def test_an_object_with_predict_action_alone_is_asked_by_it() -> None:
     output = as_policy(Single(), "cpu").infer({"state": STATE}, TRAIN)
     np.testing.assert_array_equal(output["actions"], STATE + 1)

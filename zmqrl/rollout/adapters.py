@@ -12,6 +12,9 @@ from zmqrl.errors import PolicyError, PolicyLoadError
 from zmqrl.rollout.policy import parameters_of
 from zmqrl.transport.tree import rows_of
 
+# Each adapter says in `takes` what it is called with, because the signature of what is inside says other
+# things: an input `state` of a file, for instance, is the entry of that name in the observation.
+
 _MASKS = ("eval_mask", "deterministic", "valid_mask")
 
 _CHUNKS = ("predict_action_chunk",)
@@ -35,7 +38,8 @@ def adapted(source: Any, device: str) -> tuple[Any, str]:
     algorithm = _is_a(source, "stable_baselines3.common.base_class", "BaseAlgorithm")
     if algorithm or _is_a(source, "stable_baselines3.common.policies", "BasePolicy"):
         return Predict(source), "cpu"  # it takes arrays, and moves them to its own device itself
-    if any(callable(getattr(source, name, None)) for name in (*_CHUNKS, *_ACTIONS)):
+    is_ours = any(name in parameters_of(getattr(source, "forward", None)) for name in _MASKS)
+    if not is_ours and any(callable(getattr(source, name, None)) for name in (*_CHUNKS, *_ACTIONS)):
         return ActionModel(source), device
     if isinstance(source, torch.jit.ScriptModule):
         return ModelFile(source), device
@@ -75,6 +79,7 @@ class ModelFile(torch.nn.Module):
         self._kwargs: dict[str, Any] = inputs[1] if inputs else {}
         self._names = [*names[: len(self._args)], *self._kwargs]
         self._single = sum(name not in _MASKS for name in self._names) == 1
+        self.takes = ("observation", *(name for name in self._names if name in _MASKS))
 
     def train(self, mode: bool = True) -> ModelFile:
         """Nothing: an exported module has its mode built in, and refuses to be told another."""
@@ -127,6 +132,8 @@ class TensorDictActor(torch.nn.Module):
     Raises:
         PolicyLoadError: It has no output `action`.
     """
+
+    takes = ("observation", "deterministic")
 
     def __init__(self, actor: Any) -> None:
         super().__init__()
@@ -228,6 +235,8 @@ class ActionModel(torch.nn.Module):
     Raises:
         PolicyLoadError: The policy has none of these methods, or gives no chunks.
     """
+
+    takes = ("observation",)
 
     def __init__(
         self,

@@ -78,8 +78,8 @@ class TensorPolicy:
             floating = (p.dtype for p in function.parameters() if p.is_floating_point())
             self._dtype = next(floating, None)
             target = getattr(self._module, "forward", None)
-        # A module around another one, as adapters are, may take what the inner one does not.
-        parameters = {*parameters_of(target), *parameters_of(getattr(function, "forward", function))}
+        # An adapter tells: names in the signature of what is inside may mean something else.
+        parameters = getattr(function, "takes", None) or parameters_of(target)
         self._takes_mask = "eval_mask" in parameters
         self._takes_valid_mask = "valid_mask" in parameters
         self.takes_one_mode = "deterministic" in parameters and not self._takes_mask
