@@ -50,6 +50,7 @@ class Request:
     reply: Optional[Header] = None
     slot: Optional[Slot] = None  # of shared memory, with the large arrays
     read_once = False  # whether nobody but the worker that replied has read that
+    policy = ""  # the name of the policy that is asked; the broker may know its number only
     ended: Optional[Callable[[], None]] = None  # called when it has; must not use the connection
 
     def __init__(

@@ -347,7 +347,8 @@ class Connection:
             # Of many refusals at once some are dropped on the way; this one's will have been among them.
             kind, state = Overloaded, words
         state = state or "the broker said nothing about the request"
-        return kind(f"no reply from {self.endpoint} within the timeout: {state}")
+        of = f" of the policy {request.policy!r}" if request.policy else ""
+        return kind(f"no reply{of} from {self.endpoint} within the timeout: {state}")
 
     def _end(self, request: Request, result: Any = None, error: Optional[ClientError] = None) -> None:
         del self.requests[request.header.request_id]
@@ -461,7 +462,8 @@ class Connection:
         else:
             if code == "memory" and request.leaves_memory_out:
                 code = "state"  # the policy is another one now
-            error = self._error_of(code, message)
+            of = f"the policy {request.policy!r}: " if request.policy else ""
+            error = self._error_of(code, of + message)
             if isinstance(error, StateLost):
                 error.rows = _numbers_below(fields.get("rows"), request.header.rows)
             self._end(request, error=error)

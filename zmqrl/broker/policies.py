@@ -18,6 +18,9 @@ _MAX_NAMES = 1000
 _MAX_SHOWN = 100
 """Policies in the status, which has to fit into a message."""
 
+_MAX_TOLD = 10
+"""Policies that a client is told of which waits for another."""
+
 
 @dataclass(slots=True, eq=False)
 class Policy:
@@ -143,6 +146,11 @@ class Policies:
             str(policy.number) if policy.name is None else policy.name: len(policy.schedule)
             for policy in islice(self._kept.values(), _MAX_SHOWN)
         }
+
+    def served(self) -> list[Policy]:
+        """The policies that a worker serves; the first ones, if there are many."""
+        served = (policy for policy in self._kept.values() if policy.peers.workers)
+        return list(islice(served, _MAX_TOLD))
 
     def _begin(self, number: int, name: str | None) -> Policy:
         peers = Peers()
