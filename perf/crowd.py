@@ -83,6 +83,14 @@ class Bare:
         else:
             self.socket.send(self._id + self._rest)
 
+    def fileno(self) -> int:
+        """A file that is readable when there is something new."""
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def has_news(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self.socket.getsockopt(_EVENTS) & _POLLIN)
+
     def take(self, flags: int = _NOBLOCK) -> bool:
         """Read one message; whether it is the answer."""
         if not self._large:
@@ -156,11 +164,7 @@ class Policy:
         self.due = 0.0
         self.answered = 0
         self._observation = {"x": np.zeros((1, payload), np.uint8)}
-
-    @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """The socket of now: one thread waits for all of the crowd, for which there is no public way."""
-        return self._client._connection._socket
+        self._pending: Any = None
 
     def greet(self) -> None:
         """Nothing: it has said HELLO."""
@@ -169,14 +173,22 @@ class Policy:
         self.asked = time.perf_counter()
         self._pending = self._client.submit(self._observation)
 
+    def fileno(self) -> int:
+        return self._client.fileno()
+
+    def has_news(self) -> bool:
+        if self._pending is not None:
+            return self._pending.done()
+        self._client.catch_up()  # nothing is awaited; else its file would go on to call
+        return False
+
     def take(self) -> bool:
-        if not self._pending.done():
-            return False
-        self._pending.result()
+        pending, self._pending = self._pending, None
+        pending.result()
         return True
 
     def wait(self) -> None:
-        self._pending.result()
+        self.take()
 
     def close(self) -> None:
         self._client.close()
@@ -195,7 +207,7 @@ class Crowd:
         self.times: list[float] = []
         self._poll = select.epoll()
         # A poll over many sockets looks at each of them; this one at those that have something to say.
-        self._by_file = {client.socket.getsockopt(zmq.FD): client for client in clients}
+        self._by_file = {client.fileno(): client for client in clients}
         for file in self._by_file:
             self._poll.register(file, select.EPOLLIN)
 
@@ -255,7 +267,7 @@ class Crowd:
 
     def _look(self, client: Any) -> None:
         """Take what is there."""
-        while client.socket.getsockopt(_EVENTS) & _POLLIN:
+        while client.has_news():
             if not client.take():
                 continue
             now = time.perf_counter()

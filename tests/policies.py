@@ -122,6 +122,16 @@ class Balance:
         return (lean > 0).astype(np.int64)
 
 
+class Constant:
+    """Always chooses the same action."""
+
+    def __init__(self, action: int) -> None:
+        self.action = action
+
+    def infer(self, observation: np.ndarray, eval_mask: np.ndarray) -> np.ndarray:
+        return np.full(len(observation), self.action)
+
+
 class HangsOnce(Balance):
     """Hangs in its tenth call, unless the file `once` is there, which it makes then."""
 

@@ -48,6 +48,14 @@ class Counter(gymnasium.Env[np.ndarray, int]):
         return np.full(2, self.steps, np.float32), 1.0, done, False, {"success": done}
 
 
+class Paid(Counter):
+    """The same, where a step is worth its action, and a success if that is 1."""
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        observation, _, *ends, _ = super().step(action)
+        return observation, float(action), *ends, {"success": bool(action == 1)}
+
+
 def make(**kwargs: Any) -> Counter:
     return Counter(**kwargs)
 

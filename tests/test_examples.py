@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -129,3 +131,73 @@ def test_a_film_of_each_evaluation_is_left_in_the_run_folder(folder: Path) -> No
     films = wait_for(lambda: sorted((run.folder / "videos").glob("*.mp4")), "a film")
     assert all(film.stat().st_size > 1000 for film in films)
     assert not list((run.folder / "videos").glob(".*"))
+
+
+def shown(example: str, pool: Pool, **environment: str) -> str:
+    """What an example prints that asks the pool."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{example}.py", pool.frontend],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def serve(pool: Pool, policy: str) -> None:
+    """Start a broker, and a worker with that policy."""
+    pool.start_broker()
+    pool.launcher.start("rollout-0", ["start-rollout-worker", *pool.overrides, f"--policy={policy}"])
+    pool.wait_for_workers(1)
+
+
+def test_a_gymnasium_script_asks_for_its_actions(pool: Pool) -> None:
+    serve(pool, f"{ROOT / 'examples' / 'balance.py'}:Balance")
+    lines = shown("own_gymnasium", pool).splitlines()
+    assert lines == [f"episode {episode}: 500 steps" for episode in range(5)]
+
+
+EVALUATION = '''
+import numpy as np
+
+def evaluate_policy(model, env, n_eval_episodes, warn):
+    """As that of Stable-Baselines3: a batch of one, and the state as it was returned."""
+    rewards, state = [], None
+    for episode in range(n_eval_episodes):
+        observation, _ = env.reset()
+        total, over, start = 0.0, False, np.ones(1, bool)
+        while not over:
+            actions, state = model.predict(
+                observation[None], state=state, episode_start=start, deterministic=True
+            )
+            observation, reward, terminated, truncated, _ = env.step(actions[0])
+            total, over, start = total + reward, terminated or truncated, np.zeros(1, bool)
+        rewards.append(total)
+    return np.mean(rewards), np.std(rewards)
+'''
+
+
+def test_a_pool_is_a_model_to_the_evaluation_of_stable_baselines3(pool: Pool, folder: Path) -> None:
+    serve(pool, f"{ROOT / 'examples' / 'balance.py'}:Balance")
+    environment = {}
+    if importlib.util.find_spec("stable_baselines3") is None:
+        stand_in = folder / "stable_baselines3" / "common"
+        stand_in.mkdir(parents=True)
+        (stand_in / "evaluation.py").write_text(EVALUATION)
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    said = shown("own_evaluation", pool, **environment)
+    assert said == "reward of an episode: 500.0, give or take 0.0\n"
+
+
+def test_an_asyncio_program_runs_several_simulators_on_one_client(pool: Pool) -> None:
+    serve(pool, "zmqrl.demo:ReachPolicy")
+    lines = shown("own_asyncio", pool).splitlines()
+    assert sorted(lines) == [f"simulator {n}: distance to the goal 0.000" for n in range(8)]
+
+
+def test_an_example_of_a_loop_is_short() -> None:
+    for path in (ROOT / "examples").glob("own_*.py"):
+        if path.stem != "own_learner":
+            assert len(path.read_text().splitlines()) < 30, path

@@ -22,7 +22,7 @@ THIN = {"numpy", "zmq", "msgpack", "msgpack_numpy", "zmqrl", "torch"}
 
 
 def test_the_public_names_are_these() -> None:
-    assert set(zmqrl.__all__) == {"Pending", "PolicyClient", "ZmqrlError"}
+    assert set(zmqrl.__all__) == {"AsyncPolicyClient", "Pending", "PolicyClient", "ZmqrlError"}
     assert all(hasattr(zmqrl, name) for name in zmqrl.__all__)
 
 
@@ -67,7 +67,8 @@ def test_the_stock_decoder_never_sees_received_bytes() -> None:
 
 
 def test_the_client_imports_only_its_four_dependencies() -> None:
-    modules = {"asking", "client", "connection", "errors", "memory", "pending", "spaces", "trajectory"}
+    modules = {"aio", "asking", "client", "connection", "errors"}
+    modules |= {"memory", "pending", "spaces", "trajectory"}
     thin = [ROOT / "zmqrl" / f"{name}.py" for name in (*modules, "__init__")]
     for room in ("recording", "transport"):
         thin += (ROOT / "zmqrl" / room).glob("*.py")
@@ -92,11 +93,12 @@ def test_a_room_imports_none_of_the_rooms_below_it() -> None:
         "spaces",
         "trajectory",
         "recording",
-        "connection",
         "asking",
+        "connection",
         "memory",
         "pending",
         "client",
+        "aio",
         "process",
         "config",
         "imports",
@@ -166,6 +168,14 @@ print(sorted(loaded))
         cwd=tmp_path,
     )
     assert done.stdout.strip() == "distance to the goal: [0. 0. 0. 0.]", done.stderr
+    done = subprocess.run(
+        [python, ROOT / "examples" / "own_asyncio.py", pool.frontend],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=tmp_path,
+    )
+    assert done.stdout.count("distance to the goal 0.000") == 8, done.stderr
     refused = subprocess.run(
         [python, "-m", "zmqrl", "start-broker"], capture_output=True, text=True, cwd=tmp_path
     )

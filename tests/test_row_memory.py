@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zmqrl.connection import Request
+from zmqrl.asking import Request
 from zmqrl.errors import EncodeError, PolicyTimeout, StateLost
 from zmqrl.memory import Ask, Memory
 from zmqrl.transport.header import FLAG_KEPT, FLAG_MEMORY, Header, Op

@@ -1,8 +1,21 @@
 """zmqrl: a ZeroMQ worker pool that serves policy inference to simulators."""
 
+from typing import TYPE_CHECKING, Any
+
 from zmqrl.client import PolicyClient
 from zmqrl.errors import ZmqrlError
 from zmqrl.pending import Pending
 
-__all__ = ["Pending", "PolicyClient", "ZmqrlError"]
+if TYPE_CHECKING:
+    from zmqrl.aio import AsyncPolicyClient
+
+__all__ = ["AsyncPolicyClient", "Pending", "PolicyClient", "ZmqrlError"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AsyncPolicyClient":  # asyncio takes longer to import than all else here
+        from zmqrl.aio import AsyncPolicyClient
+
+        return AsyncPolicyClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

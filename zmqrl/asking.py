@@ -1,16 +1,93 @@
-"""What becomes a request: arguments are checked, the observation is encoded, its size is bounded."""
+"""A request, and what becomes one: arguments are checked, the observation is encoded and bounded."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
-from zmqrl.connection import Request
-from zmqrl.errors import EncodeError
+from zmqrl.errors import ClientError, EncodeError, PolicyTimeout
 from zmqrl.transport.codec import Encoded, encode
-from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, MAX_FRAMES, Header, Op, policy_id_of
+from zmqrl.transport.header import (
+    FLAG_EVAL,
+    FLAG_LANE,
+    FLAG_READS_LANE,
+    HEADER_SIZE,
+    MAX_FRAMES,
+    Header,
+    Op,
+    policy_id_of,
+)
+from zmqrl.transport.sharedmem import Lane, Slot
 from zmqrl.transport.tree import rows_of
 
 _INFER = int(Op.INFER)  # a member of an enum costs at every look, and to pack
+
+
+class Request:
+    """A request, until it has ended in a result or an error.
+
+    Args:
+        header: Without attempt and budget, which are set each time that it is sent.
+        meta: What follows the header in the first frame.
+        buffers: The large arrays; kept, because the request may have to be sent again.
+        deadline: Of `time.monotonic()`.
+        borrowed: Whether the caller may change the arrays once the request is sent.
+    """
+
+    # In the class, because most requests keep most of them to their end.
+    attempt = 0
+    size = 0
+    """Bytes of the request, without its header, once it is sent; those in shared memory too."""
+    reply_size = 0
+    look_at = 0.0  # when to do something about it if there is no reply
+    retry = False  # whether it is to be sent again then
+    kind: Type[ClientError] = PolicyTimeout  # what it ends in when time is up
+    state = ""  # what the broker last said of it
+    done = False
+    result: Any = None
+    leaves_memory_out = False  # because the policy kept no states when it was last asked
+    carried: Any = None  # state of the rows, which came with the result, for the next request
+    error: Optional[ClientError] = None
+    reply: Optional[Header] = None
+    slot: Optional[Slot] = None  # of shared memory, with the large arrays
+    read_once = False  # whether nobody but the worker that replied has read that
+    policy = ""  # the name of the policy that is asked; the broker may know its number only
+    ended: Optional[Callable[[], None]] = None  # called when it has; must not use the connection
+
+    def __init__(
+        self,
+        header: Header,
+        meta: bytes,
+        buffers: List[Any],
+        deadline: float,
+        borrowed: bool = False,
+    ) -> None:
+        self.header = header
+        self.meta = meta
+        self.buffers = buffers
+        self.deadline = deadline
+        self.borrowed = borrowed
+
+    def settle(self, lane: Lane) -> None:
+        """Put the large arrays where they can stay until the request has ended."""
+        self.buffers, self.slot = lane.place(self.buffers, self.borrowed)
+        if self.slot is not None:
+            self.header = self.header._replace(flags=self.header.flags | FLAG_LANE, frames=0)
+
+    def leave(self, lane: Lane) -> None:
+        """Have nothing more to do with shared memory: what is sent again goes over the socket."""
+        if self.slot is not None:
+            self.buffers = [bytes(part) for part in self.slot.parts]
+            lane.slots.give_back(self.slot, is_unread=False)
+            self.slot = None
+        flags = self.header.flags & ~(FLAG_LANE | FLAG_READS_LANE)
+        self.header = self.header._replace(flags=flags, frames=len(self.buffers))
+
+    def end(self, result: Any = None, error: Optional[ClientError] = None) -> None:
+        """Note how it ended, and free its buffers."""
+        self.result, self.error, self.done = result, error, True
+        self.buffers = []
+        if self.ended is not None:
+            self.ended()
 
 
 def checked_timeout(timeout: float) -> float:

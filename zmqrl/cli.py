@@ -19,11 +19,14 @@ _EXTRAS = {
     "tensordict": "train",
     "matplotlib": "train",
     "tensorboard": "train",
+    "stable_baselines3": "sb3",
 }
 """What brings a module that is missing."""
 
 _STATUS_TIMEOUT = 4.0
 """Seconds that a broker has to answer, after the first one."""
+
+_POLICY = "or file.py:factory; a key=value that is not of the configuration is for the factory"
 
 _OVERRIDES = "configuration keys to override, such as rollout.rollout_queue_size=4"
 
@@ -83,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add("start-broker", parts.start_broker, "Run the broker that env and rollout workers connect to.")
 
     rollout = add("start-rollout-worker", parts.start_rollout_worker, "Run a policy for the pool.")
-    rollout.add_argument("--policy", metavar="MODULE:FACTORY", help="or file.py:factory")
+    rollout.add_argument("--policy", metavar="MODULE:FACTORY", help=_POLICY)
+    rollout.add_argument("--serves", metavar="NAME", help="the name of the policy, of several")
     rollout.add_argument("--rank", type=int, help="its number, from 0; normal mode binds envs by it")
     rollout.add_argument("--name", help="its name in status and messages")
 
@@ -98,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     env.add_argument("--check-env", action="store_true", help=_CHECK_ENV)
 
     reward = add("start-reward-worker", parts.start_reward_worker, "Run a reward model for the pool.")
-    reward.add_argument("--model", metavar="MODULE:FACTORY", help="or file.py:factory")
+    reward.add_argument("--model", metavar="MODULE:FACTORY", help=_POLICY)
     reward.add_argument("--rank", type=int, help="its number, from 0")
 
     add("start-learner", parts.start_learner, "Learn from trajectories, and publish weights.")
@@ -110,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--json", metavar="FILE", type=Path, help="write the last metrics to FILE")
 
     evaluate = add("evaluate", _evaluate, "Run broker, rollout and env workers here, and evaluate.")
+    evaluate.add_argument("--policy", metavar="MODULE:FACTORY", help=_POLICY)
     evaluate.add_argument("--check-env", action="store_true", help=_CHECK_ENV)
     evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the metrics to FILE")
 
@@ -155,7 +160,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     from zmqrl import config
     from zmqrl.runner.evaluate import evaluate
 
-    loaded = config.load(options.config, options.overrides)
+    overrides = config.for_policy(options.policy, options.overrides, "rollout", "policy")
+    loaded = config.load(options.config, overrides)
     if options.check_env:
         return parts.check_env(loaded, "eval")
     _check_json_file(options.json)

@@ -115,6 +115,9 @@ class PolicyClient:
         copy: bool = True,
         reset: Any = None,
         ids: Any = None,
+        *,
+        policy: str = "",
+        version: int = 0,
     ) -> Dict[str, Any]:
         """Actions for a batch of observations.
 
@@ -126,6 +129,8 @@ class PolicyClient:
             reset: For a policy with memory: truth values [N], or one for all; True in rows whose
                 observation begins an episode.
             ids: With `reset`: int [N], which env of this client each row is; None for 0 … N - 1.
+            policy: The name of the policy that is asked, of several; empty for the pool's own.
+            version: Of the weights that must answer; 0 for the newest.
 
         Returns:
             The policy's output; `actions` [N, ...] and whatever else it returns.
@@ -139,7 +144,18 @@ class PolicyClient:
             StateLost: The pool has lost the state of some rows, which must begin an episode.
             ClientError: Another of its kinds, see `zmqrl.errors`.
         """
-        return _waited_for(self.submit(observation, mode, timeout, copy, reset=reset, ids=ids))
+        return _waited_for(
+            self.submit(
+                observation,
+                mode,
+                timeout,
+                copy,
+                policy=policy,
+                version=version,
+                reset=reset,
+                ids=ids,
+            )
+        )
 
     def infer_one(
         self,
@@ -148,13 +164,16 @@ class PolicyClient:
         timeout: Optional[float] = None,
         reset: Optional[bool] = None,
         ids: Any = None,
+        *,
+        policy: str = "",
+        version: int = 0,
     ) -> Dict[str, Any]:
         """Actions for a single observation that has no batch axis.
 
         Args:
             observation: A tree; arrays [...], scalars and str.
             mode: As in `infer`.
-            timeout: As in `infer`.
+            timeout, policy, version: As in `infer`.
             reset: For a policy with memory: whether the observation begins an episode.
             ids: With `reset`: the number of the env of this client; None for 0.
 
@@ -164,7 +183,15 @@ class PolicyClient:
         Raises:
             ClientError, EncodeError: As `infer`.
         """
-        pending = self.submit(with_axis(observation), mode, timeout, reset=reset, ids=ids)
+        pending = self.submit(
+            with_axis(observation),
+            mode,
+            timeout,
+            policy=policy,
+            version=version,
+            reset=reset,
+            ids=ids,
+        )
         pending.single = True
         return {key: without_axis(value) for key, value in _waited_for(pending).items()}
 
@@ -239,6 +266,7 @@ class PolicyClient:
             self._next_id += 1
             if ask is not None:
                 ask.sent(request)
+            request.policy = policy
             connection.start(request)
             pending = Pending(self._exclusive, connection, request)
             if recorded:
@@ -314,6 +342,35 @@ class PolicyClient:
             raise ValueError(f"a phase has a name of 1 to 50 printable characters, not {name!r}")
         with self._exclusive() as connection:
             connection.phase(name)
+
+    def fileno(self) -> int:
+        """A file descriptor for a loop that waits for this client and for others.
+
+        It is for reading, in `select`, a selector, or a poller, and stays the same until `close`; a
+        forked process gets one of its own. The loop that calls it:
+
+            selector.register(policy, selectors.EVENT_READ)
+            pending = policy.submit(obs)
+            while not pending.done():
+                selector.select(policy.catch_up())
+
+        It tells of what comes after the last call of the client: any call may take in what has come
+        before, and the sign of it. So call `catch_up` last before each wait.
+        """
+        with self._exclusive() as connection:
+            return connection.fileno()
+
+    def catch_up(self) -> float:
+        """Take in what has arrived, and do what is due, such as to ask after what stays silent.
+
+        It does not wait. Afterwards `Pending.done()` tells of each request whether it has ended.
+
+        Returns:
+            Seconds that may be waited; 0 if a request has ended since the last call, so that nobody
+            waits before having looked.
+        """
+        with self._exclusive() as connection:
+            return connection.catch_up()
 
     def close(self) -> None:
         """Say goodbye and close the socket; pending requests end in `ClientClosed`.

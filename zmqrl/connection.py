@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import time
 from typing import Any, Dict, List, Optional, Set, Tuple, Type
 
 import numpy as np
 import zmq
 
+from zmqrl.asking import Request
 from zmqrl.errors import (
     AttemptsExhausted,
     AuthenticationFailed,
@@ -35,9 +38,9 @@ from zmqrl.transport.header import (
     Op,
     unpack,
 )
-from zmqrl.transport.refusal import Suspicion
+from zmqrl.transport.refusal import Refusal, Suspicion
 from zmqrl.transport.security import Keys
-from zmqrl.transport.sharedmem import Lane, Slot
+from zmqrl.transport.sharedmem import Lane
 from zmqrl.transport.tree import leaves
 
 _REPLY = int(Op.REPLY)  # a member of an enum costs at every look
@@ -74,68 +77,11 @@ _FATAL: Dict[str, Type[ClientError]] = {
 }
 
 
-class Request:
-    """A request, until it has ended in a result or an error.
+_AT_EASE = 60.0
+"""Seconds until somebody who awaits nothing need look again; a selector takes no infinite time."""
 
-    Args:
-        header: Without attempt and budget, which are set each time that it is sent.
-        meta: What follows the header in the first frame.
-        buffers: The large arrays; kept, because the request may have to be sent again.
-        deadline: Of `time.monotonic()`.
-        borrowed: Whether the caller may change the arrays once the request is sent.
-    """
-
-    # In the class, because most requests keep most of them to their end.
-    attempt = 0
-    size = 0
-    """Bytes of the request, without its header, once it is sent; those in shared memory too."""
-    reply_size = 0
-    look_at = 0.0  # when to do something about it if there is no reply
-    retry = False  # whether it is to be sent again then
-    kind: Type[ClientError] = PolicyTimeout  # what it ends in when time is up
-    state = ""  # what the broker last said of it
-    done = False
-    result: Any = None
-    leaves_memory_out = False  # because the policy kept no states when it was last asked
-    carried: Any = None  # state of the rows, which came with the result, for the next request
-    error: Optional[ClientError] = None
-    reply: Optional[Header] = None
-    slot: Optional[Slot] = None  # of shared memory, with the large arrays
-    read_once = False  # whether nobody but the worker that replied has read that
-
-    def __init__(
-        self,
-        header: Header,
-        meta: bytes,
-        buffers: List[Any],
-        deadline: float,
-        borrowed: bool = False,
-    ) -> None:
-        self.header = header
-        self.meta = meta
-        self.buffers = buffers
-        self.deadline = deadline
-        self.borrowed = borrowed
-
-    def settle(self, lane: Lane) -> None:
-        """Put the large arrays where they can stay until the request has ended."""
-        self.buffers, self.slot = lane.place(self.buffers, self.borrowed)
-        if self.slot is not None:
-            self.header = self.header._replace(flags=self.header.flags | FLAG_LANE, frames=0)
-
-    def leave(self, lane: Lane) -> None:
-        """Have nothing more to do with shared memory: what is sent again goes over the socket."""
-        if self.slot is not None:
-            self.buffers = [bytes(part) for part in self.slot.parts]
-            lane.slots.give_back(self.slot, is_unread=False)
-            self.slot = None
-        flags = self.header.flags & ~(FLAG_LANE | FLAG_READS_LANE)
-        self.header = self.header._replace(flags=flags, frames=len(self.buffers))
-
-    def end(self, result: Any = None, error: Optional[ClientError] = None) -> None:
-        """Note how it ended, and free its buffers."""
-        self.result, self.error, self.done = result, error, True
-        self.buffers = []
+_NO_REQUEST = Request(Header(Op.INFER), b"", [], float("inf"))
+"""Never done: who awaits it reads all that has arrived."""
 
 
 class Connection:
@@ -165,6 +111,8 @@ class Connection:
         self._patience = _REBUILD_AFTER
         self._refusal = (float("-inf"), "")  # when the broker last said that it is full, and how
         self._lane = Lane()
+        self._watch: Optional[select.epoll] = None
+        self._untold = False  # whether a request has ended since the last `catch_up`
         self._connect()
 
     @property
@@ -184,7 +132,7 @@ class Connection:
             if self._is_deaf(time.monotonic()):
                 self._rebuild()
         if self._suspicion.reason:  # libzmq gives a socket up that was refused
-            self._socket.close(0)
+            self._disconnect()
             self._suspicion.end()
             self._connect()
         if not self._reached and not self.requests:
@@ -219,6 +167,38 @@ class Connection:
             if now >= until:
                 return
 
+    def catch_up(self) -> float:
+        """Take in all that has arrived, and do what is due.
+
+        Returns:
+            Seconds until more is due; 0 if a request has ended since the last call.
+        """
+        while True:
+            if sockets.has_input(self._socket):
+                self._receive(_NO_REQUEST)
+            pause = _AT_EASE
+            if self.requests:
+                now = time.monotonic()
+                wake = min(self._suspicion.due, min(r.look_at for r in self.requests.values()))
+                if now >= wake:
+                    if now >= self._suspicion.due:
+                        self._heed(self._suspicion.glance())
+                    for request in list(self.requests.values()):
+                        if now >= request.look_at:
+                            self._look_after(request, now)
+                    continue  # what was sent has taken the sign of what has come meanwhile
+                pause = min(wake - now, _AT_EASE)
+            untold, self._untold = self._untold, False
+            return 0.0 if untold else pause
+
+    def fileno(self) -> int:
+        """A file that is readable when `catch_up` has something to do; the same until `close`."""
+        if self._watch is None:
+            # A file around libzmq's: that is another one for each socket, be it of the same number.
+            self._watch = select.epoll()
+            self._watch.register(self._file, select.EPOLLIN)
+        return self._watch.fileno()
+
     def cancel(self, request: Request) -> None:
         """Give a request up, and tell the broker."""
         self._send_frames([Header(Op.CANCEL, request_id=request.header.request_id).pack()])
@@ -238,16 +218,33 @@ class Connection:
         for request in list(self.requests.values()):
             self._end(request, error=error)
         self._send_frames([Header(Op.BYE).pack()])
-        self._socket.close()
+        self._suspicion.end()
+        self._disconnect(linger=None)
+        if self._watch is not None:
+            self._watch.close()
         self._lane.close()
 
     # -- Sending
+
+    @property
+    def _file(self) -> int:
+        """libzmq's file of the socket of now."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def _disconnect(self, linger: Optional[int] = 0) -> None:
+        if self._watch is not None:
+            # A forked process may hold the file open, and a closed one be readable for ever.
+            with contextlib.suppress(OSError, zmq.ZMQError):
+                self._watch.unregister(self._file)
+        self._socket.close(linger)
 
     def _connect(self) -> None:
         self._socket = sockets.dealer(zmq.Context.instance(), self.endpoint, keys=self._keys)
         self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * _TICK))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        if self._watch is not None:
+            self._watch.register(self._file, select.EPOLLIN)
         self._suspicion.begin()
         self._asked: Optional[float] = None  # since when a KNOWN is unanswered
         self._hello()
@@ -274,7 +271,7 @@ class Connection:
             sockets.send(self._socket, frames)
         except BaseException:
             # Ctrl-C between two frames: what is sent next would become part of this message.
-            self._socket.close(0)
+            self._disconnect()
             self._connect()
             raise
 
@@ -282,7 +279,9 @@ class Connection:
 
     def _look_for_a_refusal(self, time_left: float) -> None:
         """End what is open if keys are the reason that nobody answers."""
-        refusal = self._suspicion.look(min(0.3, time_left / 2))
+        self._heed(self._suspicion.look(min(0.3, time_left / 2)))
+
+    def _heed(self, refusal: Optional[Refusal]) -> None:
         if refusal is not None and refusal.final:
             for request in list(self.requests.values()):
                 self._end(request, error=self._authentication_failed())
@@ -318,7 +317,7 @@ class Connection:
 
     def _rebuild(self) -> None:
         """Make the socket anew, and send again what is open."""
-        self._socket.close(0)
+        self._disconnect()
         self._reached = False
         self._patience *= 2
         self._connect()
@@ -348,12 +347,15 @@ class Connection:
             # Of many refusals at once some are dropped on the way; this one's will have been among them.
             kind, state = Overloaded, words
         state = state or "the broker said nothing about the request"
-        return kind(f"no reply from {self.endpoint} within the timeout: {state}")
+        of = f" of the policy {request.policy!r}" if request.policy else ""
+        return kind(f"no reply{of} from {self.endpoint} within the timeout: {state}")
 
     def _end(self, request: Request, result: Any = None, error: Optional[ClientError] = None) -> None:
         del self.requests[request.header.request_id]
         if request.slot is not None:
             self._lane.slots.give_back(request.slot, request.read_once)
+        if request.ended is None:
+            self._untold = True
         request.end(result, error)
 
     # -- Receiving
@@ -460,7 +462,8 @@ class Connection:
         else:
             if code == "memory" and request.leaves_memory_out:
                 code = "state"  # the policy is another one now
-            error = self._error_of(code, message)
+            of = f"the policy {request.policy!r}: " if request.policy else ""
+            error = self._error_of(code, of + message)
             if isinstance(error, StateLost):
                 error.rows = _numbers_below(fields.get("rows"), request.header.rows)
             self._end(request, error=error)

@@ -72,14 +72,27 @@ def start_rollout_worker(options: argparse.Namespace) -> int:
     from zmqrl import config
     from zmqrl.runner.policies import make_policy
 
-    overrides = list(options.overrides)
-    if options.policy is not None:
-        overrides.append(f"rollout.policy={options.policy}")
+    serves = options.serves or ""
+    section = f"rollout.policies.{serves}" if serves else "rollout"
+    overrides = config.for_policy(options.policy, options.overrides, section, "policy")
+    if serves and options.policy is not None:
+        # What the pool's own policy is, and who asks for which, is of no matter to this worker.
+        overrides += ["rollout.policy=null", "rollout.policy_kwargs={}", "env.policies={}"]
     loaded = config.load(options.config, overrides)
-    _check_rank(options.rank, loaded.rollout_workers, "rollout")
+    served = loaded.rollout.policies
+    if served and not serves:
+        raise ConfigError(f"which policy of several? give --serves {' or --serves '.join(served)}")
+    if serves and serves not in served:
+        raise ConfigError(
+            f"rollout.policies has no {serves!r}: it is {', '.join(served) or 'empty'}; --policy "
+            "module:factory says what to serve under that name"
+        )
+    workers = served[serves].workers if serves else loaded.rollout_workers
+    _check_rank(options.rank, workers, "rollout")
     stop = StopSignal().install()
-    name = options.name or f"rollout-{os.getpid() if options.rank is None else options.rank}"
-    policy = make_policy(loaded, name, stop)
+    stem = f"rollout-{serves}" if serves else "rollout"
+    name = options.name or f"{stem}-{os.getpid() if options.rank is None else options.rank}"
+    policy = make_policy(loaded, name, stop, serves)
     if policy is None:
         say_interrupted(stop)
         return 0
@@ -88,12 +101,15 @@ def start_rollout_worker(options: argparse.Namespace) -> int:
         policy,
         loaded,
         name=name,
+        serves=serves,
         rank=options.rank,
-        world_size=None if options.rank is None else loaded.rollout_workers,
+        world_size=None if options.rank is None else workers,
         static_sizes=loaded.rollout.static_batch_sizes,
         state_mb=loaded.rollout.state_mb if loaded.rollout.affinity == "sticky" else None,
     )
-    what = loaded.rollout.policy or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
+    what = served[serves].policy if serves else loaded.rollout.policy
+    what = what or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
+    what += f" as {serves}" if serves else ""
     where = f" on {policy.device}{threads}" if policy.device is not None else ""
     log.info("%s is loaded%s", what, where)
     try:
@@ -110,9 +126,7 @@ def start_reward_worker(options: argparse.Namespace) -> int:
     from zmqrl.rollout.policy import load_policy
     from zmqrl.transport.header import REWARD
 
-    overrides = list(options.overrides)
-    if options.model is not None:
-        overrides.append(f"reward.model={options.model}")
+    overrides = config.for_policy(options.model, options.overrides, "reward", "model")
     loaded = config.load(options.config, overrides)
     if loaded.reward.model is None:
         raise ConfigError("no reward model is named: give --model module:factory, or set reward.model")

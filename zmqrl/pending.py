@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Callable, ContextManager, Dict, Optional, Tuple
 
-from zmqrl.connection import Connection, Request
+from zmqrl.asking import Request
+from zmqrl.connection import Connection
 from zmqrl.errors import ClientError
 
 
@@ -86,6 +87,16 @@ class Pending:
             raise self._request.error
         result: Dict[str, Any] = self._request.result
         return result
+
+    def call_when_ended(self, function: Callable[[], None]) -> None:
+        """Have `function` called once the result, or an error, is here.
+
+        That is within a call of the client, which the function must leave alone.
+        """
+        if self._request.done:
+            function()
+        else:
+            self._request.ended = function
 
     def cancel(self) -> None:
         """Give the request up; the broker is told, so that no worker runs it in vain."""

@@ -87,6 +87,7 @@ class Simulation:
         mean_life: Seconds after which a rollout worker dies, on average; without a word to anybody.
         absent: Seconds until it is back.
         mean_client_life: The same for clients, which are back at once, under their old names.
+        sticky: Whether rollout workers keep state for their clients.
         seed: Of all that is random.
         options: Fields of `Options` and `Limits`.
     """
@@ -103,6 +104,7 @@ class Simulation:
         mean_life: float = 0.0,
         absent: float = 60.0,
         mean_client_life: float = 0.0,
+        sticky: bool = False,
         seed: int = 0,
         **options: object,
     ) -> None:
@@ -113,6 +115,7 @@ class Simulation:
         self._step, self._base, self._per_row = step, base, per_row
         self._mean_life, self._absent = mean_life, absent
         self._mean_client_life = mean_client_life
+        self._sticky = sticky
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._sequence = count()
         self._peers = count(1)
@@ -220,6 +223,7 @@ class Simulation:
         worker.number = 0
         self._workers_at[worker.peer] = worker
         hello = {"name": worker.name, "rank": worker.rank, "world_size": len(self.workers)}
+        hello["sticky"] = self._sticky
         self.broker.from_worker(worker.peer, plain(Op.HELLO, **hello))
         self.broker.from_worker(worker.peer, [Header(Op.READY).pack()])
         if self._mean_life:

@@ -64,6 +64,8 @@ class ModelWorker:
 
 class PoolMachine(RuleBasedStateMachine):
     decoupled = True
+    sticky = (False,)
+    """What workers may say."""
 
     @initialize(
         queue_size=st.integers(0, 3),
@@ -89,6 +91,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.workers = []
         self.served = {}
         """What each worker, those that are gone as well, serves."""
+        self.homes = {}
+        """By policy and client name: the worker that had its latest request, if it still should."""
 
     @property
     def now(self):
@@ -185,9 +189,12 @@ class PoolMachine(RuleBasedStateMachine):
     # -- Workers
 
     @precondition(lambda self: len(self.workers) < MOST_WORKERS)
-    @rule(rank=st.integers(0, 2), policy=POLICY, ready=st.booleans(), eager=st.booleans())
-    def worker_joins(self, rank, policy, ready, eager):
-        hello = {"policy": policy, "rank": rank, "world_size": 3}
+    @rule(
+        rank=st.integers(0, 2), policy=POLICY, ready=st.booleans(), eager=st.booleans(), data=st.data()
+    )
+    def worker_joins(self, rank, policy, ready, eager, data):
+        sticky = data.draw(st.sampled_from(self.sticky))
+        hello = {"policy": policy, "rank": rank, "world_size": 3, "sticky": sticky}
         fake = self.pool.worker(f"w{policy}{rank}", ready=ready, **hello)
         self.served[fake.peer] = policy
         self.workers.append(ModelWorker(fake, policy, free=ready, eager=eager))
@@ -329,11 +336,17 @@ class PoolMachine(RuleBasedStateMachine):
     def collect(self):
         """Check all that was sent against what is owed."""
         self.pool.send()
+        names = {client.fake.name for client in self.clients}
+        stuck = {row["name"] for row in self.pool.status["workers"] if row["state"] == "stuck"}
+        here = [worker.fake for worker in self.workers if worker.fake.peer not in self.pool.gone]
+        for key, home in list(self.homes.items()):
+            if key[1] not in names or home not in here or home.name in stuck:
+                del self.homes[key]  # it may move, or not
         for client in self.all_clients:
             for message in client.fake.take():
                 self.check_answer(client, message)
         for fake, batch in self.pool.lost_batches:
-            self.check_batch(self.served[fake.peer], batch)
+            self.check_batch(fake, self.served[fake.peer], batch)
         self.pool.lost_batches.clear()
         for worker in self.workers:
             for batch in worker.fake.batches[worker.seen :]:
@@ -345,7 +358,7 @@ class PoolMachine(RuleBasedStateMachine):
                 else:
                     assert worker.free, "a batch for a worker that has not said that it is idle"
                     self.begin(worker, batch)
-                self.check_batch(worker.policy, batch)
+                self.check_batch(worker.fake, worker.policy, batch)
         names = {row["name"] for row in self.pool.status["clients"]}
         for client in self.all_clients:
             gone = client.fake.peer in self.pool.gone
@@ -369,7 +382,7 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             assert message.code == "policy"
 
-    def check_batch(self, policy, batch):
+    def check_batch(self, worker, policy, batch):
         assert len(batch)
         assert {header.policy_id for header in batch.headers} == {policy_id_of(policy)}
         assert not self.max_rows or batch.rows <= self.max_rows or len(batch) == 1
@@ -381,6 +394,9 @@ class PoolMachine(RuleBasedStateMachine):
             assert owed is not None, "a request that is over was given to a worker"
             assert self.now < owed.deadline
             owed.given += 1
+            home = self.homes.setdefault((policy, client.fake.name), worker)
+            if self.sticky == (True,) and (self.decoupled or policy):
+                assert home is worker, "a request went past the home of its client"
             if entry.attempt and entry.attempt + 1 >= self.max_attempts:
                 assert len(batch) == 1, "the last attempt did not go alone"
             seen.add((origin, header.request_id))
@@ -403,6 +419,10 @@ class PoolMachine(RuleBasedStateMachine):
         assert {row["name"]: row["open_requests"] for row in status["clients"]} == {
             client.fake.name: len(client.owed) for client in registered
         }
+        places = sum(worker["homes"] for worker in status["workers"])
+        assert places <= len(POLICIES) * len(registered)
+        assert all(worker["homes"] >= 0 for worker in status["workers"])
+        assert places == 0 or True in self.sticky
         owed = [owed.policy for client in registered for owed in client.owed.values()]
         assert status["open_requests"] == len(owed)
         unnamed = {str(policy_id_of(policy)): policy for policy in POLICIES}
@@ -420,7 +440,7 @@ class PoolMachine(RuleBasedStateMachine):
         pool.lose_batches_to.clear()
         stuck = [worker for worker in self.workers if worker.holding]
         for policy in POLICIES:
-            fake = pool.worker(f"{policy} saviour", ready=False, policy=policy)
+            fake = pool.worker(f"{policy} saviour", ready=False, policy=policy, sticky=self.sticky[0])
             self.workers.append(ModelWorker(fake, policy))
         begin = progress = self.now
         before = None
@@ -493,9 +513,22 @@ def bad_result(batch, how):
 
 class NormalModeMachine(PoolMachine):
     decoupled = False
+    sticky = (False, True)
 
 
-@pytest.mark.parametrize("machine", [PoolMachine, NormalModeMachine], ids=["shared", "ranks"])
+class StickyMachine(PoolMachine):
+    sticky = (True,)
+
+
+class MixedMachine(PoolMachine):
+    sticky = (False, True)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [PoolMachine, NormalModeMachine, StickyMachine, MixedMachine],
+    ids=["shared", "ranks", "sticky", "mixed"],
+)
 def test_each_request_is_answered_once_whatever_happens(machine):
     test_case = machine.TestCase
     test_case.settings = settings(

@@ -38,10 +38,18 @@ def test_a_policys_number_is_the_crc_of_its_name_unless_that_is_0(name, number):
     [
         ([], "", "0 rollout workers connected"),
         (["", ""], "", "2 rollout workers connected"),
-        (["", "reward"], "", "1 rollout worker serves the default policy (1 serves others)"),
-        (["reward"], "", "no rollout worker serves the default policy (1 serves others)"),
+        (
+            ["", "reward"],
+            "",
+            "1 rollout worker serves the default policy (1 serves others: the policy 'reward')",
+        ),
+        (["reward"], "", "serves the default policy (1 serves others: the policy 'reward')"),
         ([], "reward", f"no rollout worker serves the policy with the id {policy_id_of('reward')}"),
-        (["", "x"], "reward", f"with the id {policy_id_of('reward')} (2 serve others)"),
+        (
+            ["", "x"],
+            "reward",
+            f"id {policy_id_of('reward')} (2 serve others: the default policy, the policy 'x')",
+        ),
         (["reward"], "reward", "1 rollout worker serves the policy 'reward' (0 serve others)"),
         (["reward", "", "reward"], "reward", "2 rollout workers serve the policy 'reward' (1 serves"),
     ],
@@ -75,7 +83,8 @@ def test_the_name_of_a_policy_is_known_after_its_last_worker_has_left(waiting):
     client.known(1)
     pool.turn()
     state = client.inbox[0].fields["state"]
-    assert state == "queued for 0.0 s, no rollout worker serves the policy 'reward' (2 serve others)"
+    words = "no rollout worker serves the policy 'reward' (2 serve others: the default policy)"
+    assert state == f"queued for 0.0 s, {words}"
 
 
 # -- What is kept

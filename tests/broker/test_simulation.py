@@ -10,6 +10,9 @@ S(n) = base + n * per_row seconds for a batch of n, and a broker that takes no t
   Workers get idle at random moments, so n is also how many wait, and the batch that a request gets into
   is longer than others, 2 * n + 1; X * (Z + S(2 * n + 1)) + n = N gives n. Were all equally long,
   X * Z + W * n = N would, and that is the most that any scheduler could reach.
+* Where workers keep state, each of them and its N / W clients are a pool of their own, with as many in a
+  batch as came while the one before it ran. So n are in it and n / 2 wait on average:
+  X * Z + 3 / 2 * W * n = N.
 * In normal mode each of the W groups of m = N / W env workers waits for its slowest:
   m / (Z_max + S(m)), where Z_max is the mean of the longest of m steps; of steps between a and b,
   a + (b - a) * m / (m + 1).
@@ -52,6 +55,7 @@ class Hour:
         used_before, shards_before = pool.used_s(), self._shards()
         assert self._held(55, 60) < 1.1 * held_before
         seconds = 50 * MINUTE
+        self.homes = [worker["homes"] for worker in pool.broker.status()["workers"]]
         counts = [client.answers - b for client, b in zip(pool.clients, before, strict=True)]
         self.rate = sum(counts) / seconds
         self.shares = [count * len(counts) / sum(counts) for count in counts]
@@ -175,3 +179,12 @@ def test_in_normal_mode_each_group_waits_for_its_slowest():
     best = 64 / (5 + 10 * 16 / 17 + 1.2 + 0.08 * 16)
     assert hour.rate == pytest.approx(best, rel=0.02)
     assert 0.95 < min(hour.shares) <= max(hour.shares) < 1.05
+
+
+def test_with_homes_each_worker_and_its_clients_are_a_pool_of_their_own():
+    hour = Hour(CLIENTS, WORKERS, between(30, 90), sticky=True)
+    expected, _ = throughput(lambda rate, n: rate * 60 + 1.5 * WORKERS * n)
+    assert hour.rate == pytest.approx(expected, rel=0.03)
+    assert 0.75 < min(hour.shares) <= max(hour.shares) < 1.25
+    assert 0 <= max(hour.homes) - min(hour.homes) <= 1
+    assert sum(hour.homes) == CLIENTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from conftest import TESTS, Pool, wait_for
 
 from zmqrl import PolicyClient
+from zmqrl.aio import AsyncPolicyClient
 from zmqrl.errors import PolicyError, RequestRefused, StateLost
 
 STICKY = "rollout.affinity=sticky"
@@ -221,6 +223,25 @@ def test_two_batches_in_hand_are_run_in_order(counting: Pool) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
+    assert streams == {env: expected(env) for env in range(ENVS)}
+
+
+@pytest.mark.parametrize("affinity", [STICKY, NONE])
+def test_tasks_on_one_client_have_an_env_each(counting: Pool, affinity: str) -> None:
+    start(counting, affinity, 2)
+    streams: dict[int, list[Any]] = {env: [] for env in range(ENVS)}
+
+    async def play_alone(client: AsyncPolicyClient, env: int) -> None:
+        for step in range(STEPS):
+            x = np.full(1, seen(env, step))
+            reply = await client.infer_one({"x": x}, reset=begins(env, step), ids=env)
+            streams[env].append((int(reply["actions"][0]), int(reply["counts"])))
+
+    async def play_all() -> None:
+        async with AsyncPolicyClient(counting.frontend, timeout=20) as client:
+            await asyncio.gather(*(play_alone(client, env) for env in range(ENVS)))
+
+    asyncio.run(play_all())
     assert streams == {env: expected(env) for env in range(ENVS)}
 
 

@@ -188,9 +188,11 @@ def test_before_the_first_arrival_a_trajectory_may_take_a_minute():
 
 def test_env_steps_are_corrected_when_a_trajectory_is_read():
     ledger = Ledger()
-    bring(ledger, met(ledger), 1, env_steps=10**9)
-    ledger.corrected(10**9, 12)
+    sender = met(ledger)
+    bring(ledger, sender, 1, env_steps=10**9)
+    ledger.corrected(sender, 10**9, 12)
     assert ledger.env_steps == 12
+    assert ledger.shares.env_steps == {sender.name: 12}
 
 
 def test_names_without_end_do_not_fill_the_memory(monkeypatch):

@@ -80,6 +80,15 @@ def test_parts_and_whole_answers_are_the_same_transitions() -> None:
     assert all(sum(transition[-1] for transition in rows) > 2 for rows in whole.values())
 
 
+def test_whole_answers_have_the_rows_in_order_as_trajectories_need_them() -> None:
+    shard = shard_of()
+    assert not shard.answers_in_parts
+    shard.reset()
+    for _ in range(300):
+        assert shard.step(np.ones(6, np.int64)).rows.tolist() == [0, 1, 2, 3, 4, 5]
+    shard.close()
+
+
 def test_the_step_that_resets_a_row_is_no_transition() -> None:
     for rows in play(shard_of(), 60).values():
         for before, after in itertools.pairwise(rows):

@@ -79,3 +79,19 @@ def test_the_page_shows_all_peers_in_their_natural_order_and_text_as_it_is() -> 
     assert text.index("env-2") < text.index("env-10")
     assert "[red]loud[/red]" in text
     assert "and 4 more" in text
+
+
+def test_each_of_several_policies_has_a_line_with_what_its_workers_have_done() -> None:
+    done = {"batches": 4, "shards": 8, "rows": 40, "predict_s": 0.1, "policy_version": 0}
+    tree = status(
+        workers=[
+            worker(policy="base"),
+            worker(name="r1", policy="base"),
+            worker(name="r2", policy="new"),
+        ],
+        queues={"": 0, "base": 17},
+        totals={"rollout-0": done, "r1": done},
+    )
+    lines = [line.split() for line in page(tree).splitlines()]
+    assert ["base", "2", "17", "8", "10.00", "25.00"] in lines
+    assert ["new", "1", "0", "0", "0.00", "0.00"] in lines

@@ -54,7 +54,7 @@ class ClientLeg:
             return
         client.heard = pool.now
         if op == Op.BYE:
-            self.forget(client)
+            self.forget(client, left=True)
         elif op == Op.REST:
             client.modes[header.stage] = None
             client.enters(REST, pool.now)
@@ -69,12 +69,12 @@ class ClientLeg:
         else:
             pool.to_clients.append((peer, words.plain(Op.UNKNOWN, {}, request_id)))
 
-    def forget(self, client: Client) -> None:
-        """A client has left, was lost, or was replaced: nobody waits for its replies."""
+    def forget(self, client: Client, left: bool = False) -> None:
+        """A client has `left`, was lost, or was replaced: nobody waits for its replies."""
         pool = self._pool
         for request in list(client.requests.values()):
             pool.cancel(request)
-        pool.policies.forget_client(client)
+        pool.policies.forget_client(client, left)
         del pool.clients[client.peer]
         if pool.names.get(client.name) is client:
             del pool.names[client.name]

@@ -296,6 +296,7 @@ class Broker:
                     "state_s": pool.now - worker.changed,
                     "since_s": pool.now - worker.since,
                     "shards": sum(len(batch.requests) for batch in worker.batches.values()),
+                    "homes": worker.homes,
                 }
                 for worker in pool.workers.values()
             ],

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from zmqrl.broker.ranks import FixedRanks
 from zmqrl.broker.records import Client, Worker
-from zmqrl.broker.scheduling import FixedRanks, Limits, Peers, Schedule, SharedQueue
+from zmqrl.broker.scheduling import Limits, Peers, Schedule, SharedQueue
+from zmqrl.broker.sticky import StickyQueues
 from zmqrl.errors import DecodeError
 from zmqrl.transport.header import policy_id_of
 
@@ -15,6 +17,9 @@ _MAX_NAMES = 1000
 
 _MAX_SHOWN = 100
 """Policies in the status, which has to fit into a message."""
+
+_MAX_TOLD = 10
+"""Policies that a client is told of which waits for another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,10 +85,32 @@ class Policies:
         self._remember(number, name)
         return policy
 
-    def forget_client(self, client: Client) -> None:
-        """A client is gone."""
+    def add_worker(self, worker: Worker) -> None:
+        """A worker has come, and says whether it keeps state for its clients.
+
+        They are all sent where their state is if any worker of the policy says so. In normal mode, the
+        clients of the default policy are bound to workers anyway.
+        """
+        policy = worker.policy
+        policy.peers.add_worker(worker)
+        workers = policy.peers.workers.values()
+        sticky = any(worker.sticky for worker in workers)
+        before = policy.schedule
+        if not isinstance(before, (SharedQueue, StickyQueues)):
+            return
+        if sticky is isinstance(before, StickyQueues):
+            return
+        for worker in workers:
+            worker.homes = 0
+        kind = StickyQueues if sticky else SharedQueue
+        policy.schedule = kind(policy.peers, self._limits, several=policy is not self.default)
+        policy.schedule.put_back(list(before.all()))
+
+    def forget_client(self, client: Client, left: bool) -> None:
+        """A client is gone; unless it `left`, it may come back under its name."""
         for policy in self._kept.values():
             policy.peers.remove_client(client)
+            policy.schedule.forget(client, left)
 
     def forget_unused(self, policy: Policy) -> None:
         """Let go of a policy that nobody serves and nobody waits for; the default one stays."""
@@ -99,9 +126,8 @@ class Policies:
         """
         if self._limits.max_wait == 0.0 or not self.wait_for_workers():
             return None  # nothing is held open; spares the look at every idle worker
-        wakes = [policy.schedule.wake_at() for policy in {worker.policy for worker in idle}]
-        # One that is past was looked at already: the batch is not for a worker that is idle.
-        return min((wake for wake in wakes if wake is not None and wake > now), default=None)
+        wakes = [policy.schedule.wake_at(now) for policy in {worker.policy for worker in idle}]
+        return min((wake for wake in wakes if wake is not None), default=None)
 
     def wait_for_workers(self) -> bool:
         """Whether any request waits."""
@@ -120,6 +146,11 @@ class Policies:
             str(policy.number) if policy.name is None else policy.name: len(policy.schedule)
             for policy in islice(self._kept.values(), _MAX_SHOWN)
         }
+
+    def served(self) -> list[Policy]:
+        """The policies that a worker serves; the first ones, if there are many."""
+        served = (policy for policy in self._kept.values() if policy.peers.workers)
+        return list(islice(served, _MAX_TOLD))
 
     def _begin(self, number: int, name: str | None) -> Policy:
         peers = Peers()

@@ -192,7 +192,9 @@ class Pool:
             return f"{count} rollout workers connected"
         few = {0: "no rollout worker serves", 1: "1 rollout worker serves"}
         who = few.get(count, f"{count} rollout workers serve")
-        return f"{who} {policy} ({others} {'serves' if others == 1 else 'serve'} others)"
+        names = ", ".join(str(p) for p in self.policies.served() if p is not policy)
+        others_serve = f"{others} {'serves' if others == 1 else 'serve'} others"
+        return f"{who} {policy} ({others_serve}{names and ': '}{names})"
 
 
 def plain(op: Op, fields: dict[str, Any], request_id: int = 0) -> list[Any]:

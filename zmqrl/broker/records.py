@@ -143,6 +143,12 @@ class Worker:
     totals: WorkerTotals
     key: str = ""
     """Its public key; empty without keys."""
+    sticky: bool = False
+    """Whether it keeps state for its clients, whose requests should come to it again."""
+    homes: int = 0
+    """The connected clients whose requests do."""
+    ready: bool = False
+    """Whether it has been idle."""
     probed: float = 0.0
     changed: float = 0.0
     """When it last became idle or busy."""
@@ -176,6 +182,8 @@ class Introduction:
     eval: bool
     policy: str
     """What a worker serves; "" is the default policy."""
+    sticky: bool
+    """Whether a worker keeps state for its clients."""
 
     @classmethod
     def of(cls, fields: dict[str, Any], role: str) -> Introduction:
@@ -208,6 +216,9 @@ class Introduction:
         policy = fields.get("policy", "")
         if not isinstance(policy, str) or len(policy) > 100 or not policy.isprintable():
             raise DecodeError("HELLO: policy must be a str of at most 100 printable characters")
+        sticky = fields.get("sticky", False)
+        if type(sticky) is not bool:
+            raise DecodeError("HELLO: sticky must be true or false")
         numbers = {}
         for key in ("incarnation", "pid"):
             numbers[key] = fields.get(key, 0)
@@ -230,6 +241,7 @@ class Introduction:
             numbers["pid"],
             mode == "eval",
             policy,
+            sticky,
         )
 
 

@@ -1,4 +1,7 @@
-"""Who gets which requests: the shared queue of decoupled mode, the fixed ranks of normal mode."""
+"""Who gets which requests: what all schedules share, and the shared queue of decoupled mode.
+
+The fixed ranks of normal mode are in `ranks`, the homes at workers that keep state in `sticky`.
+"""
 
 from __future__ import annotations
 
@@ -101,14 +104,23 @@ class Schedule(Protocol):
     def took(self, seconds: float) -> None:
         """A batch has taken so long."""
 
-    def is_long(self) -> bool:
-        """Whether so much waits that a worker may take a batch while it is still in one."""
+    def is_long(self, worker: Worker | None = None) -> bool:
+        """Whether so much waits that `worker` may take a batch while it is still in one.
 
-    def wake_at(self) -> float | None:
-        """When to look again although nothing has arrived; None if there is no such time."""
+        Without a worker: whether any might.
+        """
+
+    def wake_at(self, now: float) -> float | None:
+        """When to look again although nothing has arrived; None if there is no such time.
+
+        One that is past was looked at already.
+        """
+
+    def forget(self, client: Client, left: bool) -> None:
+        """A client is gone; unless it `left`, it may come back under its name."""
 
 
-class _Queue:
+class Queue:
     """Waiting requests, oldest first; any of them can leave at once."""
 
     def __init__(self) -> None:
@@ -122,26 +134,65 @@ class _Queue:
         return request.slot in self._requests
 
     def oldest(self) -> Request | None:
+        """The request at the head."""
         return next(iter(self._requests.values()), None)
 
     def all(self) -> Iterable[Request]:
+        """All requests, oldest first."""
         return self._requests.values()
 
     def add(self, request: Request) -> None:
+        """Take in a new request."""
         self._requests[request.slot] = request
         self.rows += request.rows
 
     def put_back(self, requests: list[Request]) -> None:
+        """Take requests back, oldest first, ahead of all others."""
         for request in reversed(requests):
             self.add(request)
             self._requests.move_to_end(request.slot, last=False)
 
+    def merge(self, requests: list[Request]) -> None:
+        """Take in requests that have waited elsewhere."""
+        for request in requests:
+            self.add(request)
+        self._requests = OrderedDict(sorted(self._requests.items()))  # slots are given in turn
+
     def remove(self, request: Request) -> None:
+        """Let a request go."""
         del self._requests[request.slot]
         self.rows -= request.rows
 
 
-def _fill(
+class Patience:
+    """How long a partial batch is held open.
+
+    Args:
+        limits: Of a batch.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.wait = limits.max_wait or 0.0
+        """Seconds from the arrival of its oldest request."""
+        self._is_automatic = limits.max_wait is None
+        self._batch_s = 0.0  # that a batch takes, in the mean
+
+    def took(self, seconds: float) -> None:
+        """Bring the mean duration of a batch up to date."""
+        self._batch_s += _SHARE * (seconds - self._batch_s)
+        if self._is_automatic:
+            wait = min(_AUTO_WAIT * self._batch_s, _MOST_WAIT)
+            self.wait = wait if wait >= _LEAST_WAIT else 0.0
+
+
+def most_shards(peers: Peers, limits: Limits, requests: int) -> int:
+    """The most shards in a batch, if `requests` at most are asked at once."""
+    if limits.queue_size:
+        return limits.queue_size
+    return max(1, -(-requests // max(1, len(peers.live_workers()))))
+
+
+def fill(
     requests: Iterable[Request],
     worker: Worker,
     live: list[Worker],
@@ -188,14 +239,15 @@ class SharedQueue:
         self._peers = peers
         self._limits = limits
         self._several = several
-        self._queue = _Queue()
-        self._batch_s = 0.0  # that a batch takes, in the mean
-        self._max_wait = limits.max_wait or 0.0  # s that a partial batch is held open
+        self._queue = Queue()
+        self._patience = Patience(limits)
+        self.took = self._patience.took
         self._cap = 1
         self._cap_at = -1  # the count of changes for which it was worked out
         self.add = self._queue.add
         self.put_back = self._queue.put_back
         self.remove = self._queue.remove
+        self.all = self._queue.all
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -207,168 +259,41 @@ class SharedQueue:
             return self._limits.queue_size
         if self._cap_at != peers.changes or self._several:
             requests = max(len(peers.clients), len(self._queue) if self._several else 0)
-            self._cap = max(1, -(-requests // max(1, len(peers.live_workers()))))
+            self._cap = most_shards(peers, self._limits, requests)
             self._cap_at = peers.changes
         return self._cap
 
     def take(self, worker: Worker, now: float) -> list[Request]:
         """The oldest requests, unless a partial batch is still held open."""
         oldest = self._queue.oldest()
-        if oldest is None or (self._max_wait and self._is_held_open(oldest, now)):
+        if oldest is None or (self._patience.wait and self._is_held_open(oldest, now)):
             return []
         live = self._peers.live_workers()
-        batch = _fill(self._queue.all(), worker, live, self.cap(), self._limits, now)
+        batch = fill(self._queue.all(), worker, live, self.cap(), self._limits, now)
         for request in batch:
             self._queue.remove(request)
         return batch
 
-    def took(self, seconds: float) -> None:
-        """Bring the mean duration of a batch up to date."""
-        self._batch_s += _SHARE * (seconds - self._batch_s)
-        if self._limits.max_wait is None:
-            wait = min(_AUTO_WAIT * self._batch_s, _MOST_WAIT)
-            self._max_wait = wait if wait >= _LEAST_WAIT else 0.0
-
-    def is_long(self) -> bool:
+    def is_long(self, worker: Worker | None = None) -> bool:
         """A full batch: a smaller one would only have to be paid for sooner."""
         return len(self._queue) >= self.cap()
 
-    def wake_at(self) -> float | None:
+    def wake_at(self, now: float) -> float | None:
         """When the partial batch that is held open must leave."""
         oldest = self._queue.oldest()
-        return None if oldest is None else oldest.arrived + self._max_wait
+        if oldest is None:
+            return None
+        wake = oldest.arrived + self._patience.wait
+        return wake if wake > now else None
+
+    def forget(self, client: Client, left: bool) -> None:
+        """Of no matter here: nobody is bound to a worker."""
 
     def _is_held_open(self, oldest: Request, now: float) -> bool:
-        if oldest.history or now >= oldest.arrived + self._max_wait:
+        if oldest.history or now >= oldest.arrived + self._patience.wait:
             return False
         most = self.cap()
         if self._limits.max_wait is None:
             most = min(most, len(self._peers.clients))  # once all are here there is nobody to wait for
         full = len(self._queue) >= most
         return not full and not 0 < self._limits.max_rows <= self._queue.rows
-
-
-class FixedRanks:
-    """Normal mode: env rank e of E belongs to rollout rank e * R // E, which waits for all its envs.
-
-    The wait is for the *live* envs of the same mode and pipeline stage, by their latest request: one
-    that says goodbye or is lost is no longer waited for, and the envs of a lost rollout worker move to
-    the live ones.
-    """
-
-    def __init__(self, peers: Peers, limits: Limits) -> None:
-        self._peers = peers
-        self._limits = limits
-        self._groups: dict[tuple[bool, int], _Queue] = {}
-        self._bound: dict[bytes, Worker | None] = {}
-        self._bound_at = -1
-        self._blockers: dict[tuple[bool, int, bytes], Client] = {}
-        """Whom a barrier was found waiting for: while it still does, nobody else need be looked at."""
-
-    def __len__(self) -> int:
-        return sum(len(queue) for queue in self._groups.values())
-
-    def add(self, request: Request) -> None:
-        """Take in a new request, which tells what its client is busy with."""
-        request.client.modes[request.stage] = request.eval
-        self._group(request).add(request)
-
-    def put_back(self, requests: list[Request]) -> None:
-        """Take requests back, oldest first, ahead of all others."""
-        self._blockers.clear()
-        for request in reversed(requests):
-            self._group(request).put_back([request])
-
-    def remove(self, request: Request) -> None:
-        """Forget a waiting request that needs no answer any more."""
-        self._group(request).remove(request)
-
-    def take(self, worker: Worker, now: float) -> list[Request]:
-        """One request of each env bound to `worker`, if none of them is missing."""
-        ready = [
-            requests
-            for key, queue in self._groups.items()
-            if (requests := self._released(key, queue, worker))
-        ]
-        if not ready:
-            return []
-        oldest = min(ready, key=lambda requests: requests[0].arrived)
-        batch = _fill(oldest, worker, [worker], len(oldest), self._limits, now)
-        for request in batch:
-            self.remove(request)
-        return batch
-
-    def took(self, seconds: float) -> None:
-        """Of no matter here: a barrier waits for all, however long it takes."""
-
-    def is_long(self) -> bool:
-        """Never: whose envs are all here has a worker of its own, and a barrier would be empty."""
-        return False
-
-    def wake_at(self) -> float | None:
-        """Never: a barrier opens when a request arrives or an env leaves."""
-        return None
-
-    def _group(self, request: Request) -> _Queue:
-        return self._groups.setdefault((request.eval, request.stage), _Queue())
-
-    def _released(self, key: tuple[bool, int], queue: _Queue, worker: Worker) -> list[Request]:
-        """The oldest request of each env of a group, if its barrier is open; oldest first.
-
-        Whom a batch has no room for, and who was lost with a worker, need not wait for all again.
-        """
-        homes = self._homes()
-        blocker = self._blockers.get((*key, worker.peer))
-        if blocker is not None and self._holds_up(blocker, queue, key):
-            return []
-        waiting = [r for r in queue.all() if homes.get(r.client.peer) is worker]
-        released = _first_of_each_client(r for r in waiting if r.released)
-        if released or not waiting:
-            return released
-        for client in self._peers.clients.values():
-            if homes[client.peer] is worker and self._holds_up(client, queue, key):
-                self._blockers[(*key, worker.peer)] = client
-                return []
-        # Whoever it waited for last will be missing again before a second batch has taken the others.
-        self._blockers.pop((*key, worker.peer), None)
-        first = _first_of_each_client(waiting)
-        for request in first:
-            request.released = True
-        return first
-
-    def _holds_up(self, client: Client, queue: _Queue, key: tuple[bool, int]) -> bool:
-        """Whether the barrier of a group has to wait for `client`."""
-        is_eval, stage = key
-        # One that has not asked yet is waited for as well; it will begin with the first stage.
-        mode = client.modes.get(stage, client.eval if stage == 0 else None)
-        return mode is is_eval and not any(request in queue for request in client.requests.values())
-
-    def _homes(self) -> dict[bytes, Worker | None]:
-        """The rollout worker of each client; worked out anew when a peer came or went."""
-        if self._bound_at != self._peers.changes:
-            live = sorted(
-                self._peers.live_workers(),
-                key=lambda worker: (worker.rank is None, worker.rank or 0, worker.since),
-            )
-            world = max([len(live), *(worker.world_size or 0 for worker in live)])
-            by_rank = {worker.rank: worker for worker in live}
-            self._bound = {p: _home(c, live, world, by_rank) for p, c in self._peers.clients.items()}
-            self._bound_at = self._peers.changes
-            self._blockers.clear()
-        return self._bound
-
-
-def _first_of_each_client(requests: Iterable[Request]) -> list[Request]:
-    first: dict[bytes, Request] = {}
-    for request in requests:
-        first.setdefault(request.client.peer, request)
-    return list(first.values())
-
-
-def _home(
-    client: Client, live: list[Worker], world: int, by_rank: dict[int | None, Worker]
-) -> Worker | None:
-    if not live or client.rank is None or client.world_size is None:
-        return None
-    home = by_rank.get(client.rank * world // client.world_size)
-    return home or live[client.rank * len(live) // client.world_size]

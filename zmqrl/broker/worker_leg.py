@@ -148,7 +148,7 @@ class WorkerLeg:
             return  # the same
         for worker in list(pool.ahead.values()):
             schedule = worker.policy.schedule
-            if schedule.is_long() and (requests := schedule.take(worker, pool.now)):
+            if schedule.is_long(worker) and (requests := schedule.take(worker, pool.now)):
                 self._send_batch(worker, requests)
 
     def _has_another_attempt(self, request: Request, worker: Worker, why: str, batch: Batch) -> bool:
@@ -186,11 +186,17 @@ class WorkerLeg:
                 heard=pool.now,
                 totals=pool.totals.setdefault(hello.name, WorkerTotals()),
                 key=key,
+                sticky=hello.sticky,
             )
-            policy.peers.add_worker(worker)
+            pool.policies.add_worker(worker)
             pool.notes.append(f"{hello.name} joined (host {hello.host or '?'}, pid {hello.pid})")
         welcome = dict(pool.welcome)
         for other in policy.peers.workers.values():
+            if other.sticky is not hello.sticky:
+                welcome["warning"] = (
+                    f"of {hello.name} and {other.name}, which serve {policy}, one keeps the state of "
+                    "clients and one does not: give both the same rollout.affinity"
+                )
             if hello.rank is not None and other.rank == hello.rank and other.pid != hello.pid:
                 welcome["warning"] = f"rank {hello.rank} is also that of {other.name} (pid {other.pid})"
         pool.to_workers.append((peer, words.plain(Op.WELCOME, welcome)))
@@ -303,6 +309,7 @@ class WorkerLeg:
             worker.policy.peers.changes += 1
             pool.notes.append(f"{worker.name} is back")
         worker.unaware_since = None
+        worker.ready = True
         if worker.peer not in pool.idle:
             worker.changed = pool.now
             pool.idle[worker.peer] = worker

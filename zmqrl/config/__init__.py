@@ -4,8 +4,9 @@ Keys that RLinf has keep their names and meaning, so that a configuration can be
 """
 
 from zmqrl.config.env import DelayConfig, EnvConfig, EnvModeConfig, StallConfig
+from zmqrl.config.policies import NamedPolicyConfig
 from zmqrl.config.pool import BrokerConfig, ClusterConfig, PlacementConfig, RolloutConfig
-from zmqrl.config.reading import dump, load
+from zmqrl.config.reading import dump, for_policy, load
 from zmqrl.config.runner import LoggerConfig, RunnerConfig
 from zmqrl.config.section import Mode, Section
 from zmqrl.config.security import SecurityConfig
@@ -23,6 +24,7 @@ __all__ = [
     "EnvModeConfig",
     "LoggerConfig",
     "Mode",
+    "NamedPolicyConfig",
     "OptimConfig",
     "PlacementConfig",
     "RewardConfig",
@@ -32,5 +34,6 @@ __all__ = [
     "SecurityConfig",
     "StallConfig",
     "dump",
+    "for_policy",
     "load",
 ]

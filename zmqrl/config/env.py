@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
+from zmqrl.config.policies import check_names
 from zmqrl.config.section import Mode, PositiveSeconds, Seconds, Section
 
 
@@ -125,6 +133,11 @@ class EnvConfig(Section):
         None, description="for every env, in the observation under task_descriptions"
     )
     success_key: str | None = Field(None, description="null: success, then is_success")
+    policies: dict[str, float] = Field(
+        default_factory=dict,
+        description="weights by which env workers are shared out among named policies, such as "
+        "`{base: 3, new: 1}`; {}: each of rollout.policies alike",
+    )
     torch_threads: int = Field(1, ge=1, description="of each env worker, if its simulator uses torch")
     request_timeout_s: PositiveSeconds = Field(300.0, description="for actions to come")
     delay_sampler: DelayConfig = DelayConfig()
@@ -138,6 +151,15 @@ class EnvConfig(Section):
         if self.vectorization == "vector_entry_point" and self.factory is not None:
             raise ValueError("vectorization: vector_entry_point needs id, not factory")
         return self
+
+    @field_validator("policies")
+    @classmethod
+    def _have_names_and_weights(cls, value: dict[str, float]) -> dict[str, float]:
+        check_names(value)
+        for name, weight in value.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"the weight of {name} must be above 0, not {weight:g}")
+        return value
 
     @model_validator(mode="after")
     def _chunks_are_carried_out_in_one_go(self) -> EnvConfig:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from zmqrl.config.policies import Entry, NamedPolicyConfig, check_names
 from zmqrl.config.section import PositiveSeconds, Section, checked_endpoint
 from zmqrl.transport import sockets
 
@@ -17,6 +18,7 @@ class RolloutConfig(Section):
 
     policy: str | None = Field(None, description="module:factory or file.py:factory")
     policy_kwargs: dict[str, Any] = Field(default_factory=dict, description="for the factory")
+    policies: dict[str, NamedPolicyConfig] = Field(default_factory=dict)
     rollout_queue_size: int = Field(0, ge=0, description="most requests a batch; 0: ceil(env / rollout)")
     max_batch_rows: int = Field(0, ge=0, description="most observations a batch; 0: no limit")
     static_batch_sizes: list[int] = Field(
@@ -45,6 +47,18 @@ class RolloutConfig(Section):
     @classmethod
     def _auto_is_none(cls, value: object) -> object:
         return None if value == "auto" else value
+
+    @field_validator("policies")
+    @classmethod
+    def _have_names(cls, value: dict[str, NamedPolicyConfig]) -> dict[str, NamedPolicyConfig]:
+        check_names(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_policy_or_several(self) -> RolloutConfig:
+        if self.policies and (self.policy is not None or self.policy_kwargs):
+            raise ValueError("give either policy (with policy_kwargs) or policies, not both")
+        return self
 
     @property
     def most_rows(self) -> int:
@@ -186,20 +200,7 @@ def _endpoint_names(value: object) -> object:
 _Names = Annotated[list[str], BeforeValidator(_endpoint_names)]
 
 
-class _Entry(Section):
-    """An entry of a list; it refuses unknown keys itself, for an error that says where they are."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, value: object) -> object:
-        keys = value if isinstance(value, dict) else {}
-        unknown = [key for key in keys if key not in cls.model_fields]
-        if unknown:
-            raise ValueError(f"unknown key {unknown[0]!r}; known keys: {', '.join(cls.model_fields)}")
-        return value
-
-
-class LinkConfig(_Entry):
+class LinkConfig(Entry):
     """A list; each entry delays what `src` sends to `dst` (each one name or a list)."""
 
     src: _Names
@@ -211,7 +212,7 @@ class LinkConfig(_Entry):
         return _overlap(self.src, src) and _overlap(self.dst, dst)
 
 
-class BandwidthConfig(_Entry):
+class BandwidthConfig(Entry):
     """A list; each entry limits what its `members` send and receive."""
 
     members: _Names

@@ -44,6 +44,32 @@ def dump(config: Config, path: Path) -> None:
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
 
 
+def for_policy(reference: str | None, words: Iterable[str], section: str, key: str) -> list[str]:
+    """The overrides of a command line on which a policy may be named.
+
+    Args:
+        reference: What names it, such as `module:factory`; None if the command line does not.
+        words: `key=value` strings. Where a policy is named, those that are about no section of the
+            configuration are for its factory.
+        section: That names a policy.
+        key: Of it there; the one with `_kwargs` behind it is for the factory.
+    """
+    if reference is None:
+        return list(words)
+    overrides = [f"{section}.{key}={reference}"]
+    for word in words:
+        own = _is_about_a_section(word)
+        overrides.append(word if own else f"{section}.{key}_kwargs.{word.strip()}")
+    return overrides
+
+
+def _is_about_a_section(override: str) -> bool:
+    """Whether it names a key of a section, or a whole one; `algorithm=PPO` does not."""
+    key, _, value = override.partition("=")
+    name, dot, _ = key.strip().partition(".")
+    return name in Config.model_fields and (bool(dot) or value.strip().startswith("{"))
+
+
 class _Loader(yaml.SafeLoader):
     """A safe loader that refuses a key given twice, which YAML readers otherwise drop in silence."""
 

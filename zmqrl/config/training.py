@@ -63,6 +63,13 @@ class AlgorithmConfig(Section):
     staleness_threshold: int | None = Field(
         None, ge=0, description="versions by which a trajectory may lag behind; null: any"
     )
+    max_env_share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="largest share of the env steps that one env worker has; an equal share is always "
+        "allowed; null: any",
+    )
     # SAC
     tau: float = Field(0.005, gt=0, le=1, description="sac: how far targets follow, an update")
     agg_q: Literal["min", "mean"] = Field("min", description="sac: how the two critics are combined")

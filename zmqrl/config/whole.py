@@ -7,6 +7,7 @@ import math
 from pydantic import model_validator
 
 from zmqrl.config.env import EnvConfig
+from zmqrl.config.policies import assigned
 from zmqrl.config.pool import BrokerConfig, ClusterConfig, RolloutConfig
 from zmqrl.config.runner import RunnerConfig
 from zmqrl.config.section import Mode, Section
@@ -39,6 +40,25 @@ class Config(Section):
                     f"env.{mode}.total_num_envs is {total}, but {workers} env workers with "
                     f"{stages} pipeline stages need at least {workers * stages}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _an_env_worker_for_each_policy(self) -> Config:
+        served = self.rollout.policies
+        foreign = [name for name in self.env.policies if served and name not in served]
+        if foreign:
+            raise ValueError(
+                f"env.policies names {foreign[0]!r}, but rollout.policies are {', '.join(served)}"
+            )
+        if served and self.runner.ckpt_path is not None:
+            raise ValueError("with rollout.policies each of them has a ckpt_path, not runner")
+        workers = self.env_workers("eval")
+        without = set(self.policy_weights) - set(assigned(self.policy_weights, workers))
+        if without:
+            raise ValueError(
+                f"of {workers} env workers none is for the policy {min(without)!r}: more of them "
+                "(cluster.component_placement), or other weights (env.policies)"
+            )
         return self
 
     @model_validator(mode="after")
@@ -109,8 +129,36 @@ class Config(Section):
 
     @property
     def rollout_workers(self) -> int:
-        """The number of rollout workers."""
-        return self.cluster.component_placement.count("rollout")
+        """The number of rollout workers, of all policies."""
+        named = sum(policy.workers for policy in self.rollout.policies.values())
+        return named or self.cluster.component_placement.count("rollout")
+
+    def rollout_names(self) -> dict[str, str]:
+        """What each rollout worker is called that a run starts, and the policy that it serves."""
+        if not self.rollout.policies:
+            return {f"rollout-{rank}": "" for rank in range(self.rollout_workers)}
+        return {
+            f"rollout-{name}-{rank}": name
+            for name, policy in self.rollout.policies.items()
+            for rank in range(policy.workers)
+        }
+
+    @property
+    def policy_weights(self) -> dict[str, float]:
+        """By which env workers are shared out among the named policies; empty if there are none."""
+        return self.env.policies or dict.fromkeys(self.rollout.policies, 1.0)
+
+    def policies_of(self, mode: Mode) -> list[str]:
+        """The policy that each env worker of `mode` asks, by rank; "" is the pool's own."""
+        return assigned(self.policy_weights, self.env_workers(mode))
+
+    def of_policy(self, name: str) -> Config:
+        """The configuration of a pool that serves this one of `rollout.policies` alone."""
+        policy = self.rollout.policies[name]
+        fields = {"policy": policy.policy, "policy_kwargs": policy.policy_kwargs, "policies": {}}
+        runner = self.runner.model_copy(update={"ckpt_path": policy.ckpt_path})
+        rollout = self.rollout.model_copy(update=fields)
+        return self.model_copy(update={"rollout": rollout, "runner": runner})
 
     def total_envs(self, mode: Mode) -> int:
         """The number of envs over all env workers."""
@@ -131,3 +179,14 @@ class Config(Section):
         """The index, over all env workers, of the first env of env worker `rank`."""
         share, rest = divmod(self.total_envs(mode), self.env_workers(mode))
         return rank * share + min(rank, rest)
+
+    def start_states_of(self, mode: Mode, rank: int) -> tuple[int, int]:
+        """Which start states an env worker plays, with `use_fixed_reset_state_ids`.
+
+        Returns:
+            The number of the first, and how many all env workers of its policy play in a round: each
+            policy begins with the same ones.
+        """
+        policies = self.policies_of(mode)
+        envs = [self.envs_of(mode, r) * (name == policies[rank]) for r, name in enumerate(policies)]
+        return sum(envs[:rank]), sum(envs)

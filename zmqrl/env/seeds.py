@@ -8,14 +8,14 @@ class Seeds:
 
     Args:
         base: Of the first episode of the first env.
-        first_env: Index, over all env workers, of the first row.
-        total_envs: Of all env workers.
+        first: Index of the first row, over all envs that ask the same policy.
+        total: Number of these envs.
     """
 
-    def __init__(self, base: int, first_env: int, total_envs: int) -> None:
+    def __init__(self, base: int, first: int, total: int) -> None:
         self._base = base
-        self._first = first_env
-        self._total = total_envs
+        self._first = first
+        self._total = total
         self._begun: dict[int, int] = {}
 
     def __call__(self, row: int) -> int:

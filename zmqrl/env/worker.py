@@ -62,6 +62,7 @@ class EnvWorker:
         on_demand: In `eval` mode: wait for the learner to ask, again and again.
 
     Raises:
+        ConfigError: It is to ask a named policy, and a learner.
         EnvironmentFailure: The simulator cannot be made.
     """
 
@@ -70,6 +71,9 @@ class EnvWorker:
     ) -> None:
         self.name = f"env-{rank}" if mode == "train" else f"eval-{rank}"
         self.report = Report(self.name, rank, incarnation=time.time_ns())
+        self._policy = config.policies_of(mode)[rank]
+        if self._policy and (on_demand or (mode == "train" and config.learns)):
+            raise ConfigError("env.policies: a learner trains and evaluates the pool's own policy")
         self._stop = stop
         self._success_key = config.env.success_key
         self._delays = DelaySampler(config.env.delays_of(mode), rank)
@@ -226,6 +230,7 @@ class EnvWorker:
             _finite(stage.observation),
             copy=False,
             stage=stage.index,
+            policy=self._policy,
             version=self._version,
             ids=stage.shard.rows if stage.shard.answers_in_parts else None,
             reset=stage.reset,
@@ -418,14 +423,14 @@ class EnvWorker:
 
     def _make_stages(self, config: Config, mode: Mode, rank: int) -> list[Stage]:
         section = config.env.of_mode(mode)
-        total = config.total_envs(mode)
         first = config.first_env_of(mode, rank)
+        start, total = config.start_states_of(mode, rank)
         quota = section.rollout_epoch if mode == "eval" else None
         stages = []
         for index, rows in enumerate(config.stage_sizes(mode, rank)):
             seed_of: SeedOf = no_seed
             if section.use_fixed_reset_state_ids:
-                seed_of = Seeds(section.seed, first, total)
+                seed_of = Seeds(section.seed, start, total)
                 self._seeds.append(seed_of)
             filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
             try:
@@ -439,6 +444,7 @@ class EnvWorker:
                 )
             stages.append(Stage(shard, index, first, quota))
             first += rows
+            start += rows
         return stages
 
     def _make_recording(self, config: Config, endpoint: str) -> Recording:

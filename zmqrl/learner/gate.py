@@ -10,10 +10,16 @@ under way then, a trajectory of whatever size may begin.
 *Staleness* (`algorithm.staleness_threshold`, S): with V versions published after the first one, at most
 `(S + V + 1) x trajectories per version` are begun in all. V is that of the time when the oldest one
 under way began, so that the learner cannot get further than S versions ahead of a slow one.
+
+*Share* (`algorithm.max_env_share`): an env worker begins no trajectory while it holds more than this
+share of the recent env steps and those under way. An equal share is everybody's right: with n active env
+workers the cap is 1/n at least, and whoever holds least is never above that. So one of them may always
+begin, and one that is alone, because the others are stuck or gone, may as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zmqrl.config import Config
@@ -44,12 +50,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The two rules; None switches one off."""
+    """The rules; None switches one off."""
 
     updates_per_env_step: float | None = None
     slack_steps: int = 0
     staleness_threshold: int | None = None
     trajectories_per_version: int = 1
+    max_env_share: float | None = None
 
     def may_update(self, progress: Progress) -> bool:
         """Whether the learner may make one more update."""
@@ -59,6 +66,19 @@ class Gate:
     def may_begin(self, progress: Progress, env_steps: int) -> bool:
         """Whether an env worker may begin a trajectory of so many env steps."""
         return self._within_ratio(progress, env_steps) and self._fresh_enough(progress)
+
+    def within_share(self, name: str, held: Mapping[str, int], active: int) -> bool:
+        """Whether an env worker may add to its share.
+
+        Args:
+            name: Of it.
+            held: Recent env steps by env worker, with those under way.
+            active: How many env workers take part now.
+        """
+        if self.max_env_share is None:
+            return True
+        cap = max(self.max_env_share, 1 / max(1, active))
+        return held.get(name, 0) <= cap * sum(held.values()) * (1 + 1e-9)
 
     def _within_ratio(self, progress: Progress, env_steps: int) -> bool:
         ratio = self.updates_per_env_step
@@ -93,4 +113,5 @@ def gate_of(config: Config) -> Gate:
         slack_steps=algorithm.ratio_slack_steps or 2 * config.least_slack_steps,
         staleness_threshold=algorithm.staleness_threshold,
         trajectories_per_version=per_step * config.runner.weight_sync_interval,
+        max_env_share=algorithm.max_env_share,
     )

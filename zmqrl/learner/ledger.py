@@ -14,13 +14,17 @@ The rules:
     question, or is lost. A question that was answered with leave and is repeated, because the answer was
     lost or late, changes nothing. A trajectory that takes far longer than the others no longer holds
     anybody up.
-6.  Nobody's books are kept for ever: of senders that are gone only the latest few thousand are known.
+6.  A share is that of an env worker's name, over its restarts and all of its pipeline stages.
+7.  Nobody's books are kept for ever: of senders that are gone only the latest few thousand are known.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from zmqrl.learner.shares import Shares
 
 _STRAGGLES_AFTER = 3.0
 """Times the longest recent duration of a trajectory, plus …"""
@@ -82,6 +86,7 @@ class Ledger:
         """Trajectories that have arrived, each counted once."""
         self.env_steps = 0
         """Their env steps: as their senders say, until they are read."""
+        self.shares = Shares()
         self.duplicates = 0
         self.rolled_back = 0
         self.senders: dict[bytes, Sender] = {}
@@ -127,6 +132,7 @@ class Ledger:
             sender.received = sender.used = sender.acknowledged = first - 1
         sender.heard = now
         self.senders[peer] = self._newest[name] = sender
+        self.shares.meet(name)
         return sender, replaced
 
     def arrived(self, sender: Sender, number: int, stage: int, env_steps: int, now: float) -> bool:
@@ -145,11 +151,13 @@ class Ledger:
         sender.received = number
         self.received += 1
         self.env_steps += env_steps
+        self.shares.add(sender.name, env_steps, len(self.senders))
         return True
 
-    def corrected(self, said: int, found: int) -> None:
+    def corrected(self, sender: Sender, said: int, found: int) -> None:
         """A trajectory has been read: its env steps, as its sender said and as they are."""
         self.env_steps += found - said
+        self.shares.correct(sender.name, said, found)
 
     def asked(self, sender: Sender, stage: int, question: int, now: float) -> bool:
         """A stage asks whether it may begin a trajectory.
@@ -180,15 +188,35 @@ class Ledger:
 
     def under_way(self, now: float) -> Afoot:
         """What is under way, without stragglers."""
-        limit = _STRAGGLES_AFTER * max(self._durations, default=20.0) + _STRAGGLES_LATEST
-        afoot = [
-            begun
-            for sender in self.senders.values()
-            for begun in sender.under_way.values()
-            if now < begun.since + limit
-        ]
+        afoot = [begun for _, begun in self._afoot(now)]
         oldest = min((begun.version for begun in afoot), default=None)
         return Afoot(len(afoot), sum(begun.env_steps for begun in afoot), oldest)
+
+    def held(self, now: float) -> Counter[str]:
+        """The recent env steps of each env worker, and those that it has under way."""
+        held = self.shares.recent.copy()
+        for sender, begun in self._afoot(now):
+            held[sender.name] += begun.env_steps
+        return held
+
+    def active(self, now: float, asking: Iterable[bytes]) -> int:
+        """How many env workers take part: who asked or delivered lately, or is among those `asking`."""
+        since = now - self._patience()
+        waiting = set(asking)
+        return sum(sender.heard > since or peer in waiting for peer, sender in self.senders.items())
+
+    def _afoot(self, now: float) -> list[tuple[Sender, UnderWay]]:
+        since = now - self._patience()
+        return [
+            (sender, begun)
+            for sender in self.senders.values()
+            for begun in sender.under_way.values()
+            if begun.since > since
+        ]
+
+    def _patience(self) -> float:
+        """Seconds after which a trajectory no longer counts as under way."""
+        return _STRAGGLES_AFTER * max(self._durations, default=20.0) + _STRAGGLES_LATEST
 
     def _forget_the_oldest(self) -> None:
         if len(self._known) > _MOST_KNOWN:

@@ -230,6 +230,11 @@ class Learner:
                 "waiting": len(self._shared.inbox),
             }
 
+    def shares(self) -> dict[str, float]:
+        """Metrics: the share of each env worker in the env steps that have arrived."""
+        with self._shared.lock:
+            return self._shared.ledger.shares.metrics()
+
     def rollout_workers(self) -> dict[str, dict[str, int]]:
         """By rollout worker: the version that it is `serving`, how often it `loaded` or `failed` to."""
         with self._shared.lock:
@@ -241,6 +246,7 @@ class Learner:
             ledger, waiting = self._shared.ledger, self._shared.inbox
             return {
                 "version": self.version,
+                "shares": ledger.shares.without((a.sender.name, a.env_steps) for a in waiting),
                 "versions": self._shared.versions,
                 "marks": ledger.marks(),
                 "received": ledger.received - len(waiting),
@@ -261,6 +267,7 @@ class Learner:
                 raise ValueError("load the state of a port before its first publish() or receive()")
             ledger = self._shared.ledger
             ledger.restore(state["marks"], state["received"], state["env_steps"], state["rolled_back"])
+            ledger.shares.env_steps = dict(state.get("shares", {}))  # which earlier checkpoints lack
             self._shared.dropped, self._shared.versions = state["dropped"], state["versions"]
         self.version, self._evaluations = state["version"], state["evaluations"]
 
@@ -302,7 +309,7 @@ class Learner:
         except DecodeError as error:
             with self._shared.lock:
                 self._shared.dropped += 1
-                self._shared.ledger.corrected(arrival.env_steps, 0)
+                self._shared.ledger.corrected(arrival.sender, arrival.env_steps, 0)
             self.invalid += 1
             self.last_invalid = f"{arrival.sender.name}: {error}"
             return None

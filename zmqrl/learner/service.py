@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -371,14 +372,21 @@ class Service:
         if shared.closed:
             self._say_that_it_ended()
             return
+        held: Counter[str] = Counter()
+        active = 0
+        if self._questions and self._gate.max_env_share is not None:
+            held, active = ledger.held(now), ledger.active(now, (peer for peer, _ in self._questions))
         for key, question in list(self._questions.items()):
             if key not in self._questions:
                 continue  # its sender turned out to be gone when another stage was answered
+            sender = ledger.senders.get(question.peer)
+            if sender is not None and not self._gate.within_share(sender.name, held, active):
+                continue  # those behind it hold less
             if not self._gate.may_begin(shared.progress(now), question.env_steps):
                 return
             del self._questions[key]
-            sender = ledger.senders.get(question.peer)
             if sender is not None:
+                held[sender.name] += question.env_steps
                 stage, request_id = question.stage, question.request_id
                 ledger.begun(sender, stage, request_id, question.env_steps, shared.versions, now)
                 self._go(question.peer, stage, request_id)

@@ -343,6 +343,7 @@ class LearnerWorker:
             "time/actor/gate_wait_total": self._gate_s,
             "time/actor/update_total": self._update_s,
             **self._staleness.metrics(),
+            **self._port.shares(),
             **self._metrics,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -74,9 +75,7 @@ class TensorPolicy:
         import torch
 
         self._torch = torch
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        self.device = torch.device(device_of(device))
         self._function = function
         self._dtype: Any = None
         # What torch.compile() makes of a module hides its signature, and has other names of weights.
@@ -86,8 +85,9 @@ class TensorPolicy:
             function.to(self.device).eval()
             floating = (p.dtype for p in function.parameters() if p.is_floating_point())
             self._dtype = next(floating, None)
-            target = self._module.forward
-        parameters = parameters_of(target)
+            target = getattr(self._module, "forward", None)
+        # An adapter tells: names in the signature of what is inside may mean something else.
+        parameters = getattr(function, "takes", None) or parameters_of(target)
         self._takes_mask = "eval_mask" in parameters
         self._takes_valid_mask = "valid_mask" in parameters
         self.keeps_state = "state" in parameters
@@ -96,6 +96,11 @@ class TensorPolicy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorPolicy:
         return type(self)(copy.deepcopy(self._function, memo), str(self.device))
+
+    @property
+    def only_rows(self) -> int | None:
+        """The only number of rows that the module takes; None if any."""
+        return getattr(self._function, "only_rows", None)
 
     @property
     def version(self) -> int:
@@ -279,6 +284,8 @@ def output_and_state(result: Any) -> tuple[Any, Any]:
 
 def parameters_of(function: Any) -> Collection[str]:
     """The names of a function's parameters; none if it does not tell them."""
+    if hasattr(function, "schema"):  # TorchScript
+        return [argument.name for argument in function.schema.arguments][1:]
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -289,20 +296,35 @@ def as_policy(source: Any, device: str = "auto") -> Policy:
     """Make a policy of what a user's factory returned.
 
     Args:
-        source: A `Policy`, an `nn.Module`, or a function of a tree of tensors.
-        device: For modules and functions; see `TensorPolicy`.
+        source: A `Policy`, an `nn.Module`, a function of a tree of tensors, or what `adapters` knows of
+            other libraries.
+        device: For all but the first; see `TensorPolicy`.
 
     Raises:
         PolicyLoadError: It is none of these.
     """
     if isinstance(source, Policy):
         return source
-    if callable(source):
-        return TensorPolicy(source, device)
+    function = source
+    if "torch" in sys.modules:  # else it is of none of these libraries
+        from zmqrl.rollout.adapters import adapted
+
+        function, device = adapted(source, device)
+    if callable(function):
+        return TensorPolicy(function, device)
     raise PolicyLoadError(
         f"the factory returned a {type(source).__name__}; it must return an nn.Module, a function of a "
         "tree of tensors, or an object with infer(observation, eval_mask)"
     )
+
+
+def device_of(name: str) -> str:
+    """A device of torch; `auto` is a GPU if there is one."""
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_policy(
@@ -312,7 +334,7 @@ def load_policy(
 
     Args:
         reference: `module:factory` or `path/to/file.py:factory`; the factory is called with `kwargs`.
-        kwargs: For the factory.
+        kwargs: For the factory; `device` comes with them if it names such a parameter.
         device: See `TensorPolicy`.
         static_sizes: The numbers of rows that it will be called with, for a warm-up call each; empty for
             one call with the rows of its example.
@@ -324,7 +346,15 @@ def load_policy(
     factory = import_object(reference)
     step = "could not be built"
     try:
+        if "device" in parameters_of(factory):
+            kwargs = {"device": device_of(device), **kwargs}
         policy = as_policy(factory(**kwargs), device)
+        only_rows = getattr(policy, "only_rows", None)
+        if only_rows is not None and list(static_sizes) != [only_rows]:
+            raise PolicyLoadError(
+                f"the policy {reference} takes batches of {only_rows} rows only: set "
+                f"rollout.static_batch_sizes to [{only_rows}], or export it with a dynamic first axis"
+            )
         step = "failed in load()"
         load = getattr(policy, "load", None)
         if callable(load):

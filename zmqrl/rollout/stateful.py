@@ -191,11 +191,9 @@ class _Kept:
         self._result = (output, version, new_state)
         if len(self._again) == 0:
             return output
-        count = np.arange(len(self._keys))
-        own = mapped(lambda leaf: leaf[: len(count)], output)
-        answer: dict[str, Any] = self._bank.with_outputs(
-            own, self._again, self._found.slots[self._again]
-        )
+        count, again = len(self._keys), self._again
+        own = mapped(lambda leaf: leaf[:count], output)
+        answer: dict[str, Any] = self._bank.with_outputs(own, again, self._found.slots[again])
         return answer
 
     def versions(self, rows: Sequence[int]) -> list[int]:

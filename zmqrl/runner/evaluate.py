@@ -20,7 +20,7 @@ from zmqrl.runner.supervisor import Kind, Part, Supervisor
 from zmqrl.telemetry.epochs import BrokerEpochs
 from zmqrl.telemetry.jsonl import JsonLines
 from zmqrl.telemetry.live import LiveLine
-from zmqrl.telemetry.metrics import EnvView, Metrics, episode_metrics, run_metrics
+from zmqrl.telemetry.metrics import EnvView, Metrics, episode_metrics, policy_metrics, run_metrics
 from zmqrl.telemetry.report import Collector, Report
 from zmqrl.telemetry.table import summary
 
@@ -47,17 +47,14 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
         StartupFailed: A part did not come up.
         RunFailed: The run broke off, or episodes are missing; what there is has been shown and written.
     """
-    if config.rollout.policy is None and config.runner.ckpt_path is None:
-        raise ConfigError(
-            "rollout.policy is not set: which policy acts? (module:factory, or runner.ckpt_path)"
-        )
-    if config.runner.ckpt_path is not None:
-        from zmqrl.learner import checkpoint
-
-        try:
-            checkpoint.find(Path(config.runner.ckpt_path))
-        except CheckpointError as error:
-            raise ConfigError(f"runner.ckpt_path: {error}") from None
+    if not config.rollout.policies:
+        if config.rollout.policy is None and config.runner.ckpt_path is None:
+            raise ConfigError(
+                "rollout.policy is not set: which policy acts? (module:factory, or runner.ckpt_path)"
+            )
+        _check_checkpoint(config.runner.ckpt_path, "runner")
+    for name, policy in config.rollout.policies.items():
+        _check_checkpoint(policy.ckpt_path, f"rollout.policies.{name}")
     if config.env.id is None and config.env.factory is None:
         raise ConfigError("env.id is not set: which simulator? (a Gymnasium id, or env.factory)")
     began = time.monotonic()
@@ -94,6 +91,17 @@ def evaluate(config: Config, console: Console, stop: StopSignal, json_file: Path
     run.raise_if_incomplete()
 
 
+def _check_checkpoint(path: str | None, section: str) -> None:
+    if path is None:
+        return
+    from zmqrl.learner import checkpoint
+
+    try:
+        checkpoint.find(Path(path))
+    except CheckpointError as error:
+        raise ConfigError(f"{section}.ckpt_path: {error}") from None
+
+
 class _Evaluation:
     """The processes of one evaluation, and what is known of them."""
 
@@ -105,8 +113,8 @@ class _Evaluation:
         self._stop = stop
         per_env = config.env.eval.rollout_epoch
         self.envs = [
-            EnvView(f"eval-{rank}", config.envs_of("eval", rank) * per_env)
-            for rank in range(config.env_workers("eval"))
+            EnvView(f"eval-{rank}", config.envs_of("eval", rank) * per_env, policy=policy)
+            for rank, policy in enumerate(config.policies_of("eval"))
         ]
         security = config.security
         keys = security.keys_of("server")  # this process watches over the pool as part of the server
@@ -156,6 +164,7 @@ class _Evaluation:
         """All metrics of the run."""
         return {
             **episode_metrics(self.envs),
+            **policy_metrics(self.envs, self.status, self._config.rollout_names()),
             **run_metrics(self.envs, self.status, self._config.rollout_workers),
             "missing": ", ".join(env.name for env in self.envs if env.missing()),
         }
@@ -175,10 +184,9 @@ class _Evaluation:
 
     def _start(self) -> None:
         self._parts.start("broker", Kind.BROKER, "start-broker")
-        for rank in range(self._config.rollout_workers):
-            self._parts.start(
-                f"rollout-{rank}", Kind.ROLLOUT, "start-rollout-worker", "--rank", str(rank)
-            )
+        for name, policy in self._config.rollout_names().items():
+            words = ["--rank", name.rpartition("-")[2], *(["--serves", policy] if policy else [])]
+            self._parts.start(name, Kind.ROLLOUT, "start-rollout-worker", *words, serves=policy)
         for rank, env in enumerate(self.envs):
             self._parts.start(
                 env.name, Kind.EVAL, "start-env-worker", "--rank", str(rank), "--mode", "eval"
@@ -203,9 +211,12 @@ class _Evaluation:
         try:
             self._parts.lost(part)
         except RunFailed as error:
-            if env is None:
+            if env is not None:
+                self._give_up(env, part, str(error))
+            elif any(other.policy != part.serves for other in self.envs):
+                self._give_up_policy(part, str(error))
+            else:
                 raise
-            self._give_up(env, part, str(error))
 
     def _look_at_the_clock(self) -> None:
         """Give up on what does not come up, or has stopped to move."""
@@ -232,6 +243,15 @@ class _Evaluation:
 
     def _env_of(self, part: Part) -> EnvView | None:
         return next((env for env in self.envs if env.name == part.name), None)
+
+    def _give_up_policy(self, part: Part, why: str) -> None:
+        """Nobody serves one of several policies any more: only the env workers of the others go on."""
+        self.problems.append(why)
+        log.warning("%s; the env workers of the other policies go on", why)
+        for env in self.envs:
+            if env.policy == part.serves and not env.ended():
+                env.gave_up = why
+                self._parts.give_up(self._parts.named(env.name))
 
     def _give_up(self, env: EnvView, part: Part, why: str) -> None:
         env.gave_up = why

@@ -27,8 +27,12 @@ from zmqrl.transport import sockets
 log = logging.getLogger(__name__)
 
 
-def make_policy(config: Config, name: str, stopping: Callable[[], bool]) -> PolicyVersions | None:
+def make_policy(
+    config: Config, name: str, stopping: Callable[[], bool], serves: str = ""
+) -> PolicyVersions | None:
     """The policy as the configuration wants it.
+
+    * one of `rollout.policies`: as it is there; a learner's weights are for the pool's own policy.
 
     * `runner.ckpt_path`: with the weights of that checkpoint.
     * a pool that learns: with the weights of the learner, newer ones as they come.
@@ -40,6 +44,7 @@ def make_policy(config: Config, name: str, stopping: Callable[[], bool]) -> Poli
         config: The whole configuration.
         name: The rollout worker's.
         stopping: Ends the wait for the first weights.
+        serves: The name of one of `rollout.policies`; empty for the pool's own.
 
     Returns:
         None if it was stopped before the first weights came.
@@ -48,9 +53,11 @@ def make_policy(config: Config, name: str, stopping: Callable[[], bool]) -> Poli
         ConfigError: Nothing says which policy to run.
         PolicyLoadError, CheckpointError: It cannot be made, or takes other weights.
     """
+    if serves:
+        config = config.of_policy(serves)
     if config.runner.ckpt_path is not None:
         return _from_checkpoint(config, Path(config.runner.ckpt_path))
-    if not config.learns:
+    if serves or not config.learns:
         return PolicyVersions(_own(config))
     # The user's policy first: what is wrong with it shows before a learner is there.
     uses_actor = config.rollout.policy is None and config.algorithm.is_set

@@ -8,7 +8,7 @@ The rules, for a part that has ended although the run goes on:
 3.  The learner is not started again: what it has learned since its last checkpoint is lost, and whether
     to go on from there is for the user to say.
 4.  A rollout or reward worker that was told to leave, by SIGTERM, has retired: whoever told it wants its
-    place, so it is not started again. The last one of its kind is missed.
+    place, so it is not started again. The last one of its kind, or of its policy, is missed.
 5.  Every other part is lost, however it ended, and is started again: at once, and if it is lost again,
     after 1 s, 2 s, 4 s and so on. After `cluster.max_restarts` times the run ends with the cause. Who
     has lived for ten minutes begins at 0 again, so that a run of days outlives rare losses.
@@ -62,6 +62,8 @@ class Part:
     name: str
     kind: Kind
     command: list[str]
+    serves: str = ""
+    """The name of the policy that a rollout worker serves, of several."""
     launched: float | None = None
     """`time.monotonic()` when it was last started; None while it is not there."""
     due: float | None = None
@@ -113,17 +115,17 @@ class Supervisor:
         self._stopping = stopping
         self._launcher = Launcher(on_line)
         self._parts: dict[str, Part] = {}
-        self._causes: dict[Kind, list[str]] = {}
+        self._causes: dict[tuple[Kind, str], list[str]] = {}
         self._asked = time.monotonic()
 
-    def start(self, name: str, kind: Kind, command: str, *arguments: str) -> None:
-        """Start `zmqrl COMMAND --config FILE ARGUMENTS …` under `name`.
+    def start(self, name: str, kind: Kind, command: str, *arguments: str, serves: str = "") -> None:
+        """Start `zmqrl COMMAND --config FILE ARGUMENTS …` under `name`; `serves` as in `Part`.
 
         Raises:
             RunFailed: This machine takes no further process.
         """
         words = [command, "--config", str(self._config_file), *arguments]
-        self._parts[name] = part = Part(name, kind, words)
+        self._parts[name] = part = Part(name, kind, words, serves)
         self._launch(part)
 
     def look(self) -> list[Part]:
@@ -137,6 +139,10 @@ class Supervisor:
             if part.due is not None and now >= part.due:
                 self._launch(part)
         return [self._parts[child.name] for child in self._launcher.exits()]
+
+    def named(self, name: str) -> Part:
+        """The part that was started under `name`."""
+        return self._parts[name]
 
     def ended_well(self, part: Part) -> bool:
         """Whether a part that has ended did so by itself, and without an error."""
@@ -263,8 +269,10 @@ class Supervisor:
 
     def _go_on_without(self, part: Part, cause: str) -> None:
         part.gone = True
-        causes = self._causes.setdefault(part.kind, [])
+        causes = self._causes.setdefault((part.kind, part.serves), [])
         causes.append(cause)
-        if all(other.gone for other in self._parts.values() if other.kind is part.kind):
-            raise RunFailed(f"no {part.kind.value} is left: {'; '.join(causes)}")
+        alike = [p for p in self._parts.values() if (p.kind, p.serves) == (part.kind, part.serves)]
+        if all(other.gone for other in alike):
+            what = f"{part.kind.value} of the policy {part.serves}" if part.serves else part.kind.value
+            raise RunFailed(f"no {what} is left: {'; '.join(causes)}")
         log.warning("%s; the others go on", cause)

@@ -122,6 +122,8 @@ def _check(config: Config, own_loop: bool) -> None:
     evaluates = config.runner.val_check_interval > 0
     if config.env.id is None and config.env.factory is None and (evaluates or not own_loop):
         raise ConfigError("env.id is not set: which simulator? (a Gymnasium id, or env.factory)")
+    if config.policy_weights:
+        raise ConfigError("rollout.policies and env.policies are for evaluations: one policy is trained")
     if config.runner.stop_at and config.runner.val_check_interval <= 0:
         raise ConfigError(
             "runner.stop_at ends training by evaluations, but there are none: set "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -58,6 +59,11 @@ class LiveLine:
         stepping = any(env.stepped() for env in envs)
         what = "evaluating" if stepping else "starting"
         rate = f"{self._rate:,.0f} steps/s" if stepping else ""
+        by_policy = Counter[str]()
+        for env in envs:
+            by_policy[env.policy] += len(env.episodes)
+        if stepping and len(by_policy) > 1:
+            rate += f" ({', '.join(f'{name}: {count}' for name, count in by_policy.items())})"
         self._progress.update(self._task, completed=done, description=what, rate=rate)
         if not self._console.is_terminal and now >= self._said + _PLAIN_EVERY:
             self._said = now

@@ -5,7 +5,7 @@ Names that RLinf has are kept. Seconds and means are per call unless a name says
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,6 +20,9 @@ EVALUATION = tuple(
     for name in ("success_once", "success_at_end", "fail_once", "return", "episode_len", "reward")
 )
 """What evaluations tell; success only where the simulator does."""
+
+_BATCHES = ("batches", "shards", "rows", "predict_s")
+"""What the broker counts of a rollout worker."""
 
 _SATURATED = 0.7
 """Busy share of the rollout workers from which waiting in the queue is their doing."""
@@ -37,6 +40,8 @@ class EnvView:
     """`time.monotonic()` of its last report."""
     gave_up: str | None = None
     """Why no more is expected of it."""
+    policy: str = ""
+    """The name of the one that it asks, of several."""
     _before: EnvTotals = field(default_factory=EnvTotals)
     """Of the processes that had its name earlier."""
     _first_began: float | None = None
@@ -198,6 +203,29 @@ def run_metrics(envs: Sequence[EnvView], status: dict[str, Any], rollout_workers
         **broker_metrics(status),
         **delay_metrics(envs),
     }
+
+
+def policy_metrics(
+    envs: Sequence[EnvView], status: dict[str, Any], serves: Mapping[str, str]
+) -> Metrics:
+    """`eval/NAME/*` and `rollout/NAME/*`: the same for each of several policies alone.
+
+    Args:
+        envs: All env workers.
+        status: Of the broker, see `Broker.status`.
+        serves: By rollout worker, the name of its policy; "" if there is only one.
+    """
+    metrics: Metrics = {}
+    for name in dict.fromkeys(filter(None, serves.values())):
+        metrics.update(episode_metrics([env for env in envs if env.policy == name], f"eval/{name}"))
+        workers = [worker for worker, policy in serves.items() if policy == name]
+        totals = [status.get("totals", {}).get(worker, {}) for worker in workers]
+        done = {key: sum(t.get(key, 0) for t in totals) for key in _BATCHES}
+        batches, seconds = max(1, done["batches"]), span(envs) * len(workers)
+        metrics[f"rollout/{name}/mean_shards_per_batch"] = done["shards"] / batches
+        metrics[f"rollout/{name}/mean_rows_per_batch"] = done["rows"] / batches
+        metrics[f"rollout/{name}/busy"] = min(1.0, done["predict_s"] / seconds) if seconds else 0.0
+    return metrics
 
 
 def broker_metrics(status: dict[str, Any]) -> Metrics:

@@ -12,6 +12,9 @@ from rich.text import Text
 _PATIENCE_S = 10.0
 """Seconds in one reset, step or policy call after which it is pointed out."""
 
+_TEXTS = ("worker", "client", "policy", "serves", "does", "where")
+"""Columns of text; the others are numbers."""
+
 _PATIENT = ("wait", "rest", "connected")
 """What a client may do for as long as it likes: it waits for others."""
 
@@ -59,6 +62,8 @@ def pool_view(endpoint: str, status: dict[str, Any], problems: list[str]) -> Ren
         problems: Of `problems_of`.
     """
     parts: list[RenderableType] = [_broker(endpoint, status), _workers(status)]
+    if len({worker["policy"] for worker in status["workers"]}) > 1:
+        parts.append(_policies(status))
     if status["clients"]:
         parts.append(_clients(status))
     parts += [Text(problem, style="bold red") for problem in problems]
@@ -82,7 +87,9 @@ def _broker(endpoint: str, status: dict[str, Any]) -> Text:
 
 
 def _workers(status: dict[str, Any]) -> Table:
-    table = _table("worker", "serves", "does", "since", "shards", "batches", "weights", "where")
+    at_home = any(worker.get("homes") for worker in status["workers"])
+    homes = ["homes"] if at_home else []
+    table = _table("worker", "serves", "does", "since", "shards", *homes, "batches", "weights", "where")
     for worker in status["workers"]:
         totals = status["totals"].get(worker["name"], {})
         table.add_row(
@@ -91,10 +98,29 @@ def _workers(status: dict[str, Any]) -> Table:
             worker["state"],
             _duration(worker["state_s"]),
             str(worker["shards"]),
+            *([str(worker["homes"])] if at_home else []),
             f"{totals.get('batches', 0):,}",
             str(totals.get("policy_version", 0)),
             Text(f"{worker['host']}:{worker['pid']}"),
             style="red" if worker["state"] == "stuck" else None,
+        )
+    return table
+
+
+def _policies(status: dict[str, Any]) -> Table:
+    """What has been done for each policy, by the workers that are connected now."""
+    table = _table("policy", "workers", "waiting", "batches", "obs/batch", "ms/batch")
+    for name in dict.fromkeys(worker["policy"] for worker in status["workers"]):
+        workers = [worker["name"] for worker in status["workers"] if worker["policy"] == name]
+        totals = [status["totals"].get(worker, {}) for worker in workers]
+        batches = sum(t.get("batches", 0) for t in totals)
+        table.add_row(
+            Text(name or "default"),
+            str(len(workers)),
+            f"{status['queues'].get(name, 0):,}",
+            f"{batches:,}",
+            f"{sum(t.get('rows', 0) for t in totals) / max(1, batches):.2f}",
+            f"{1000 * sum(t.get('predict_s', 0) for t in totals) / max(1, batches):.2f}",
         )
     return table
 
@@ -120,8 +146,7 @@ def _clients(status: dict[str, Any]) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for column in columns:
-        right = column in ("since", "shards", "batches", "weights", "open")
-        table.add_column(column, justify="right" if right else "left")
+        table.add_column(column, justify="left" if column in _TEXTS else "right")
     return table
 
 

@@ -50,6 +50,7 @@ _GROUPS = {
     "broker/": "Rollout",
     "eval/": "Evaluation",
     "train/replay_buffer/": "Replay Buffer",  # before train/, which it also begins with
+    "train/share": "Environment",
     "train/sac/": "Training",
     "train/ppo/": "Training",
     "train/": "Training",
@@ -128,6 +129,8 @@ _KNOWN = {
     "train/actor/grad_norm": ("actor grad norm", Unit.NUMBER, 2),
     "train/critic/lr": ("critic lr", Unit.SETTING, 2),
     "train/actor/lr": ("actor lr", Unit.SETTING, 2),
+    "train/share_min": ("smallest share", Unit.SHARE, 1),
+    "train/share_max": ("largest share", Unit.SHARE, 1),
     "train/staleness/mean": ("mean staleness", Unit.NUMBER, 1),
     "train/staleness/max": ("max staleness", Unit.COUNT, 2),
     "train/staleness/dropped": ("dropped as stale", Unit.COUNT, 2),
@@ -154,6 +157,8 @@ def sections(metrics: Metrics) -> list[Section]:
 def _row(name: str, value: float | int | str, group: str) -> Row:
     if name in _KNOWN:
         label, unit, weight = _KNOWN[name]
+    elif name.startswith("train/share/"):
+        label, unit, weight = f"share of {name.removeprefix('train/share/')}", Unit.SHARE, 2
     else:
         own = name.removeprefix(group)
         label = own.replace("/", ": " if group == "time/" else " ").replace("_", " ")

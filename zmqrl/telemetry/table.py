@@ -20,7 +20,9 @@ def summary(
     One that was cut short was limited by what ended it.
     """
     # The results near the end: what a small terminal still shows.
-    parts = [_env_table(envs), _rollout_table(envs, status), _time_split(envs), results(metrics)]
+    policies = list(dict.fromkeys(env.policy for env in envs if env.policy))
+    shown = results(metrics, policies=policies)
+    parts = [_env_table(envs), _rollout_table(envs, status), _time_split(envs), shown]
     return Group(*parts) if cut_short else Group(*parts, _limit(metrics))
 
 
@@ -31,14 +33,20 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _number(metrics: Metrics, key: str, form: str = "{:.3f}") -> str:
+def _number(metrics: Metrics, key: str, form: str = "{:.3f}", without: str = "-") -> str:
     value = metrics.get(key)
-    return "-" if value is None else form.format(value)
+    return without if value is None else form.format(value)
 
 
-def results(metrics: Metrics, group: str = "eval") -> Table:
-    """The table of what the episodes gave; `group` is what their metrics begin with."""
-    table = _table("Results", "metric", "value")
+def results(metrics: Metrics, group: str = "eval", policies: Sequence[str] = ()) -> Table:
+    """The table of what the episodes gave.
+
+    Args:
+        metrics: Of the run.
+        group: What the metrics of episodes begin with.
+        policies: The names of several, which have a column each.
+    """
+    table = _table("Results", "metric", "all" if policies else "value", *policies)
     rows = [
         ("episodes", f"{group}/num_trajectories", "{:,}"),
         ("success at any step", f"{group}/success_once", "{:.1%}"),
@@ -55,7 +63,9 @@ def results(metrics: Metrics, group: str = "eval") -> Table:
     ]
     for label, key, form in rows:
         if key in metrics:
-            table.add_row(label, _number(metrics, key, form))
+            head, _, tail = key.rpartition("/")
+            own = [_number(metrics, f"{head}/{name}/{tail}", form, "") for name in policies]
+            table.add_row(label, _number(metrics, key, form), *own)
     return table
 
 
@@ -98,7 +108,8 @@ def _rollout_table(envs: Sequence[EnvView], status: dict[str, Any]) -> Table:
 def _env_table(envs: Sequence[EnvView]) -> Table:
     table = _table("Env workers", "worker", "episodes", "env steps", "ms in step", "ms waiting")
     for env in envs:
-        label = env.name if not env.missing() else f"{env.name} (lost)"
+        label = f"{env.name} ({env.policy})" if env.policy else env.name
+        label += " (lost)" if env.missing() else ""
         episodes = f"{len(env.episodes)} of {env.expected_episodes}"
         if env.report is None:
             table.add_row(label, episodes, "-", "-", "-")

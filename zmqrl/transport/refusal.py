@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -30,6 +31,9 @@ _AGAIN = 2.0
 _PATIENCE = 0.3
 """Seconds that a look may take."""
 
+_STEP = 0.02
+"""Seconds from one glance to the next while a look goes on."""
+
 
 class Refusal(NamedTuple):
     """Why a peer does not talk to this one."""
@@ -53,6 +57,7 @@ class Suspicion:
         """What the latest look has found; empty if keys are not the reason."""
         self._endpoint = endpoint
         self._keys = keys
+        self._handshake: Optional[_Handshake] = None  # one that a glance waits for
         self.begin()
 
     def begin(self, after: float = _AFTER) -> None:
@@ -63,6 +68,8 @@ class Suspicion:
         """Something was heard: there is nothing to suspect."""
         self.due = float("inf")
         self.reason = ""
+        if self._handshake is not None:
+            self._break_off()
 
     def rest(self) -> None:
         """Nothing is awaited, so that silence means nothing."""
@@ -77,10 +84,34 @@ class Suspicion:
         """
         if time.monotonic() < self.due:
             return None
-        refusal = refusal_of(self._endpoint, self._keys, patience)
+        return self._note(refusal_of(self._endpoint, self._keys, patience))
+
+    def glance(self) -> Optional[Refusal]:
+        """As `look`, for those who must not wait: several calls, each when `due`, make one look."""
+        now = time.monotonic()
+        if now < self.due:
+            return None
+        if self._handshake is None:
+            self._until = now + _PATIENCE
+            self._handshake = _shake_hands(self._endpoint, self._keys, 0.0)
+        if self._handshake is None:
+            return self._note(None)
+        if not self._handshake.has_ended(now) and now < self._until:
+            self.due = now + _STEP
+            return None
+        refusal = self._handshake.refusal
+        self._break_off()
+        return self._note(refusal)
+
+    def _note(self, refusal: Optional[Refusal]) -> Optional[Refusal]:
         self.reason = "" if refusal is None else refusal.reason
         self.due = time.monotonic() + _AGAIN
         return refusal
+
+    def _break_off(self) -> None:
+        if self._handshake is not None:
+            self._handshake.close()
+            self._handshake = None
 
 
 def refusal_of(endpoint: str, keys: Optional[Keys], timeout: float) -> Optional[Refusal]:
@@ -98,34 +129,102 @@ def refusal_of(endpoint: str, keys: Optional[Keys], timeout: float) -> Optional[
         None if keys are not the reason: nobody listens, no answer came in time, or all is well.
     """
     until = time.monotonic() + timeout
+    handshake = _shake_hands(endpoint, keys, timeout)
+    if handshake is None:
+        return None
+    try:
+        handshake.has_ended(until)
+        return handshake.refusal
+    finally:
+        handshake.close()
+
+
+def _shake_hands(endpoint: str, keys: Optional[Keys], timeout: float) -> Optional[_Handshake]:
+    """Begin to; None if nothing can be found out now, because too many files are open, for instance."""
     process = _of_this_process()
     if not process.one_at_a_time.acquire(timeout=max(0.0, timeout)):
         return None
     try:
-        return _look(process.context, endpoint, keys, until)
-    except zmq.ZMQError:  # no more files can be opened, for instance: nothing can be found out now
-        return None
-    finally:
+        return _Handshake(process, endpoint, keys)
+    except zmq.ZMQError:
         process.one_at_a_time.release()
+        return None
 
 
-def _look(
-    context: zmq.Context[Any], endpoint: str, keys: Optional[Keys], until: float
-) -> Optional[Refusal]:
-    with context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        if keys is not None:
-            keys.connect(socket)
-        socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        socket.setsockopt(zmq.IPV6, 1)
-        # An address that is new: that of a socket just closed may be in use for a moment still.
-        with socket.get_monitor_socket(_OUTCOMES, f"inproc://{os.urandom(8).hex()}") as monitor:
-            try:
-                socket.connect(endpoint)
-                return _outcome(monitor, keys, until)
-            finally:
-                # First, because the I/O thread waits for ever with an event that nobody takes.
-                socket.disable_monitor()
+class _Handshake:
+    """One with whoever listens at an endpoint, on a socket of its own."""
+
+    def __init__(self, process: _Process, endpoint: str, keys: Optional[Keys]) -> None:
+        self._process = process
+        self._keys = keys
+        self._broken_off = False
+        self._refusal: Optional[Refusal] = None
+        self._closed = True  # in case that this fails
+        with contextlib.ExitStack() as stack:
+            self._socket = stack.enter_context(process.context.socket(zmq.DEALER))
+            self._socket.setsockopt(zmq.LINGER, 0)
+            if keys is not None:
+                keys.connect(self._socket)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
+            self._socket.setsockopt(zmq.IPV6, 1)
+            # An address that is new: that of a socket just closed may be in use for a moment still.
+            address = f"inproc://{os.urandom(8).hex()}"
+            self._monitor = stack.enter_context(self._socket.get_monitor_socket(_OUTCOMES, address))
+            # First, because the I/O thread waits for ever with an event that nobody takes.
+            stack.callback(self._socket.disable_monitor)
+            self._socket.connect(endpoint)
+            self._resources = stack.pop_all()
+        self._closed = False
+
+    def has_ended(self, until: float) -> bool:
+        """Whether it has, by `until` (of `time.monotonic()`)."""
+        while self._monitor.poll(max(0, int((until - time.monotonic()) * 1000))):
+            event = struct.unpack("=hi", self._monitor.recv_multipart()[0])[0]
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._refusal = Refusal(
+                    f"does not let the key of {_name(self._keys)} in: it is of another role, was "
+                    "revoked, or was never on the server's allow-list",
+                    final=True,
+                )
+                return True
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                reason = (
+                    "lets nobody in without a key: give keys (security.keys, or keys=…)"
+                    if self._keys is None
+                    else f"uses no keys, but this part has some ({self._keys.folder})"
+                )
+                self._refusal = Refusal(reason, final=True)
+                return True
+            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                # Which of both it is shows in one of the next attempts, if it is one.
+                self._broken_off = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED or not self._broken_off:
+                self._broken_off = False
+                return True
+        return False
+
+    @property
+    def refusal(self) -> Optional[Refusal]:
+        """What is known so far."""
+        if not self._broken_off or self._refusal is not None:
+            return self._refusal
+        if self._keys is None:
+            reason = "breaks connections off: it needs a key, perhaps (security.keys)"
+        else:
+            reason = (
+                f"breaks connections off: its key is not the server.key of {self._keys.folder}, or what "
+                "listens there is not a server of zmqrl"
+            )
+        return Refusal(reason, final=False)
+
+    def close(self) -> None:
+        """Let the next one begin."""
+        if not self._closed and self._process.pid == os.getpid():
+            self._closed = True
+            self._resources.close()
+            self._process.one_at_a_time.release()
+
+    __del__ = close  # a client that nobody closed must not keep all others from looking
 
 
 class _Process(NamedTuple):
@@ -146,37 +245,6 @@ def _of_this_process() -> _Process:
     if _process is None or _process.pid != os.getpid():  # after a fork the context is the parent's
         _process = _Process(os.getpid(), zmq.Context(), threading.Lock())
     return _process
-
-
-def _outcome(monitor: zmq.Socket[bytes], keys: Optional[Keys], until: float) -> Optional[Refusal]:
-    broken_off = False
-    while monitor.poll(max(0, int((until - time.monotonic()) * 1000))):
-        event = struct.unpack("=hi", monitor.recv_multipart()[0])[0]
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return Refusal(
-                f"does not let the key of {_name(keys)} in: it is of another role, was revoked, or was "
-                "never on the server's allow-list",
-                final=True,
-            )
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            if keys is None:
-                return Refusal(
-                    "lets nobody in without a key: give keys (security.keys, or keys=…)", final=True
-                )
-            return Refusal(f"uses no keys, but this part has some ({keys.folder})", final=True)
-        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            broken_off = True  # which of both it is shows in one of the next attempts, if it is one
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED or not broken_off:
-            return None
-    if not broken_off:
-        return None
-    if keys is None:
-        return Refusal("breaks connections off: it needs a key, perhaps (security.keys)", final=False)
-    return Refusal(
-        f"breaks connections off: its key is not the server.key of {keys.folder}, or what listens there "
-        "is not a server of zmqrl",
-        final=False,
-    )
 
 
 def _name(keys: Optional[Keys]) -> str:

@@ -1,0 +1,66 @@
+"""Whole trainings with an env worker that is ten times slower than the other."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runner.training import COUNTS, LINE, SMALL, Training
+
+pytestmark = pytest.mark.timeout(200)
+
+UNEVEN = [
+    *SMALL,
+    COUNTS,
+    LINE,
+    "env.delay_sampler={type: constant, delay: 0.02, per_worker: {1: 10.0}}",
+    "algorithm.kwargs.seconds=0.05",
+]
+"""Env worker 0 makes a trajectory of 16 env steps in 0.2 seconds, env worker 1 in 1.6; both
+in more on a busy machine."""
+
+
+def shares(metrics: dict[str, Any]) -> tuple[float, float]:
+    fast, slow = metrics["train/share/env-0"], metrics["train/share/env-1"]
+    assert fast + slow == pytest.approx(1.0)
+    assert (metrics["train/share_max"], metrics["train/share_min"]) == (max(fast, slow), min(fast, slow))
+    return fast, slow
+
+
+def test_the_share_of_each_env_worker_is_reported(folder: Path) -> None:
+    run = Training(folder, *UNEVEN, "runner.max_env_steps=700")
+    assert run.wait(90) == 0, run.text()
+    fast, slow = shares(run.result())
+    assert 3 < fast / slow < 15
+    assert "train/share/env-0" in run.records()[-1]
+    assert "largest share" in run.text()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_fast_env_worker_has_no_more_than_the_cap(folder: Path, stages: int) -> None:
+    run = Training(
+        folder,
+        *UNEVEN,
+        "runner.max_env_steps=320",
+        "algorithm.max_env_share=0.6",
+        f"env.pipeline_stages={stages}",
+    )
+    assert run.wait(90) == 0, run.text()
+    fast, _ = shares(run.result())
+    assert fast == pytest.approx(0.6, abs=0.08)
+
+
+def test_nobody_hangs_when_the_slow_env_worker_is_frozen(folder: Path) -> None:
+    run = Training(folder, *UNEVEN, "algorithm.max_env_share=0.6")
+    run.wait_for_record("env_steps", 150, 90)
+    slow = run.part("start-env-worker", "--rank=1")
+    slow.suspend()
+    try:
+        run.wait_for_record("env_steps", run.records()[-1]["env_steps"] + 300, 90)
+        assert run.records()[-1]["train/share/env-0"] > 0.7
+    finally:
+        slow.resume()
+    run.stop(signal.SIGTERM)
+    run.wait(90)
