@@ -271,6 +271,23 @@ def test_a_policy_that_takes_a_state_needs_an_initial_one() -> None:
     assert not keeps_state(TensorPolicy(torch.nn.Linear(1, 1), "cpu"))
 
 
+def test_an_observation_may_be_called_state() -> None:
+    class Actor(torch.nn.Module):
+        def forward(self, state: Any) -> Any:
+            return state["x"]
+
+    class Plain:
+        def infer(self, state: Any, eval_mask: np.ndarray) -> Any:
+            return state["x"]
+
+    for source in (Actor(), Plain(), lambda state: state["x"]):
+        policy = as_policy(source, "cpu")
+        assert not keeps_state(policy)
+        inference = Inference(PolicyVersions(policy), "actions")
+        output = inference.run([{"x": np.ones((2, 3))}], [2], [True], 0).output
+        assert output["actions"].tolist() == [[1.0] * 3] * 2
+
+
 class Headless:
     def infer(self, observation: Any, eval_mask: np.ndarray, state: Any) -> Any:
         return observation, state

@@ -90,7 +90,7 @@ class TensorPolicy:
         parameters = getattr(function, "takes", None) or parameters_of(target)
         self._takes_mask = "eval_mask" in parameters
         self._takes_valid_mask = "valid_mask" in parameters
-        self.keeps_state = "state" in parameters
+        self.keeps_state = _takes_state(parameters)
         self.takes_one_mode = "deterministic" in parameters and not self._takes_mask
         self.wants_pinned = self.device.type == "cuda"
 
@@ -258,7 +258,7 @@ def keeps_state(policy: Policy) -> bool:
     """
     keeps = getattr(policy, "keeps_state", None)
     if keeps is None:
-        keeps = "state" in parameters_of(getattr(policy, "infer", None))
+        keeps = _takes_state(parameters_of(getattr(policy, "infer", None)))
     source = getattr(policy, "_module", policy) if isinstance(policy, TensorPolicy) else policy
     if keeps and not callable(getattr(source, "initial_state", None)):
         raise PolicyLoadError(
@@ -266,6 +266,11 @@ def keeps_state(policy: Policy) -> bool:
             "state of rows that begin an episode: arrays or tensors [rows, ...]"
         )
     return bool(keeps)
+
+
+def _takes_state(parameters: Collection[str]) -> bool:
+    """Whether a function takes a state beside the observation; many call that one `state`."""
+    return "state" in list(parameters)[1:]
 
 
 def output_and_state(result: Any) -> tuple[Any, Any]:
