@@ -169,8 +169,7 @@ class EnvWorker:
             begin = time.perf_counter()
             self._delay()
             observation = stage.shard.reset()
-            self.report.totals.resets += 1
-            self.report.totals.reset_s += time.perf_counter() - begin
+            self.report.totals.count_reset(time.perf_counter() - begin)
             self._observe(stage, observation, np.ones(len(stage.shard.rows), bool))
         self._tell(now=True)
         while active and not self._stop():
@@ -267,9 +266,9 @@ class EnvWorker:
             return
         self._count_request(stage)
         self._stop.sleep(self._links.seconds(*pending.sizes))
-        self._delay()
+        delay = self._delay()
         step = stage.shard.step(reply["actions"])
-        self._count_step(step)
+        self._count_step(step, delay)
         self._check_rewards(stage, step)
         if self._recording is not None:
             self._recording.answered(stage.index, reply, pending.policy_version)
@@ -332,13 +331,14 @@ class EnvWorker:
             totals.queue_s += pending.queue_seconds or 0.0
             totals.predict_s += pending.predict_seconds or 0.0
 
-    def _count_step(self, step: Step) -> None:
+    def _count_step(self, step: Step, delay: float) -> None:
         totals = self.report.totals
         totals.shard_steps += 1
         totals.env_steps += int(step.valid.sum())
         totals.step_s += step.step_seconds
-        totals.reset_s += step.reset_seconds
-        totals.resets += step.reset_seconds > 0
+        totals.step_times.add(step.step_seconds + delay)
+        if step.reset_seconds > 0:
+            totals.count_reset(step.reset_seconds)
         self.report.ended = time.monotonic()
 
     def _say_that_it_resets(self) -> None:
@@ -349,11 +349,14 @@ class EnvWorker:
         self._tell()
         self._delay()
 
-    def _delay(self) -> None:
+    def _delay(self) -> float:
+        """Wait as long as the emulated simulator takes; how long that was, in seconds."""
         seconds = self._delays.sample(self.report.totals.shard_steps)
         begin = time.perf_counter()
         self._stop.sleep(seconds)
-        self.report.totals.delay_s += time.perf_counter() - begin
+        waited = time.perf_counter() - begin
+        self.report.totals.delay_s += waited
+        return waited
 
     # -- Numbers that are none
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from zmqrl.telemetry.durations import Durations
 from zmqrl.telemetry.report import EnvTotals, Episode, Report
 
 Metrics = dict[str, "float | int | str | None"]
@@ -178,7 +179,9 @@ def pool_metrics(done: Sample, seconds: float, rollout_workers: int) -> Metrics:
         "rollout/mean_rows_per_batch": counters.get("rows", 0) / batches,
         "rollout/busy": min(1.0, busy),
         "time/env/step": (totals.step_s + totals.delay_s) / max(1, totals.shard_steps),
+        **quantiles("time/env/step", totals.step_times),
         "time/env/reset": totals.reset_s / max(1, totals.resets),
+        **quantiles("time/env/reset", totals.reset_times),
         "time/env/wait": totals.wait_s / requests,
         "time/env/gate_wait": totals.gate_s / max(1, totals.shard_steps),
         "time/broker/queue": totals.queue_s / requests,
@@ -186,6 +189,12 @@ def pool_metrics(done: Sample, seconds: float, rollout_workers: int) -> Metrics:
         "bottleneck": bottleneck(totals, busy),
         **lost,
     }
+
+
+def quantiles(name: str, durations: Durations) -> Metrics:
+    """The median and the 99th percentile of `durations`, in seconds; nothing without calls."""
+    found = {f"{name}_p50": durations.quantile(0.5), f"{name}_p99": durations.quantile(0.99)}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def run_metrics(envs: Sequence[EnvView], status: dict[str, Any], rollout_workers: int) -> Metrics:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import zmq
 
 from zmqrl.errors import DecodeError
+from zmqrl.telemetry.durations import Durations
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode_meta, encode_meta
 from zmqrl.transport.security import CLIENTS, Door, Keys, answer_handshakes, key_of
@@ -59,7 +60,10 @@ class EnvTotals:
     resets: int = 0
     """Reset calls of the vector env."""
     step_s: float = 0.0
+    step_times: Durations = field(default_factory=Durations)
+    """Of each step, its emulated delay included."""
     reset_s: float = 0.0
+    reset_times: Durations = field(default_factory=Durations)
     delay_s: float = 0.0
     """Emulated delay (`env.delay_sampler`)."""
     requests: int = 0
@@ -80,6 +84,12 @@ class EnvTotals:
     """Steps with such numbers."""
     state_lost: int = 0
     """Episodes that began again because the states of a policy with memory were lost."""
+
+    def count_reset(self, seconds: float) -> None:
+        """Count a call of the vector env's reset."""
+        self.resets += 1
+        self.reset_s += seconds
+        self.reset_times.add(seconds)
 
 
 @dataclass(slots=True)
@@ -118,7 +128,8 @@ class Report:
             DecodeError: They are not those of a report.
         """
         try:
-            totals = _checked(EnvTotals(**tree["totals"]))
+            times = {key: Durations.of(tree["totals"][key]) for key in ("step_times", "reset_times")}
+            totals = _checked(EnvTotals(**{**tree["totals"], **times}))
             episodes = [_checked(Episode(**episode)) for episode in tree["episodes"]]
             report = _checked(cls(**{**tree, "totals": totals, "episodes": episodes}))
             _check_numbers(report.delays)

@@ -73,7 +73,11 @@ _EPISODES = {
 _KNOWN = {
     "time/step": ("global step", Unit.SECONDS, 0),
     "time/env/step": ("env: step", Unit.SECONDS, 0),
+    "time/env/step_p50": ("env: step, p50", Unit.SECONDS, 2),
+    "time/env/step_p99": ("env: step, p99", Unit.SECONDS, 2),
     "time/env/reset": ("env: reset", Unit.SECONDS, 2),
+    "time/env/reset_p50": ("env: reset, p50", Unit.SECONDS, 2),
+    "time/env/reset_p99": ("env: reset, p99", Unit.SECONDS, 2),
     "time/env/wait": ("env: wait", Unit.SECONDS, 0),
     "time/env/gate_wait": ("env: held back", Unit.SECONDS, 1),
     "time/broker/queue": ("broker: queue", Unit.SECONDS, 1),

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zmqrl.telemetry.metrics import EnvView, Metrics, span, summed
+from zmqrl.telemetry.sections import Unit, written
 
 
 def summary(
@@ -33,9 +34,12 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _number(metrics: Metrics, key: str, form: str = "{:.3f}", without: str = "-") -> str:
+def _value(metrics: Metrics, key: str, form: str | None) -> str:
+    """A metric in a form, or as a time if there is none; empty if it is missing."""
     value = metrics.get(key)
-    return without if value is None else form.format(value)
+    if value is None:
+        return ""
+    return written(value, Unit.SECONDS) if form is None else form.format(value)
 
 
 def results(metrics: Metrics, group: str = "eval", policies: Sequence[str] = ()) -> Table:
@@ -55,6 +59,10 @@ def results(metrics: Metrics, group: str = "eval", policies: Sequence[str] = ())
         ("episode length, mean", f"{group}/episode_len", "{:.1f}"),
         ("env steps", "env_steps", "{:,}"),
         ("env steps/s", "env_steps_per_s", "{:,.0f}"),
+        ("step, p50", "time/env/step_p50", None),
+        ("step, p99", "time/env/step_p99", None),
+        ("reset, p50", "time/env/reset_p50", None),
+        ("reset, p99", "time/env/reset_p99", None),
         ("requests a batch, mean", "rollout/mean_shards_per_batch", "{:.2f}"),
         ("observations a batch, mean", "rollout/mean_rows_per_batch", "{:.2f}"),
         ("requests", "broker/requests", "{:,}"),
@@ -62,10 +70,10 @@ def results(metrics: Metrics, group: str = "eval", policies: Sequence[str] = ())
         ("  run again", "broker/requeued", "{:,}"),
     ]
     for label, key, form in rows:
-        if key in metrics:
+        if metrics.get(key) is not None:
             head, _, tail = key.rpartition("/")
-            own = [_number(metrics, f"{head}/{name}/{tail}", form, "") for name in policies]
-            table.add_row(label, _number(metrics, key, form), *own)
+            own = [_value(metrics, f"{head}/{name}/{tail}", form) for name in policies]
+            table.add_row(label, _value(metrics, key, form), *own)
     return table
 
 
