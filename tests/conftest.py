@@ -22,6 +22,8 @@ __all__ = ["TESTS", "Load", "Pool", "wait_for"]
 
 TESTS = Path(__file__).parent
 
+pytest_plugins = ["figures"]
+
 
 class Load:
     """Clients in a closed loop, each counting its own answers; the data says whose they are."""

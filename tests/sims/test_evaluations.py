@@ -1,0 +1,87 @@
+"""Each simulator of config/sims is evaluated by its one command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TESTS
+
+ROOT = TESTS.parent
+CONFIGS = sorted((ROOT / "config" / "sims").glob("*.yaml"))
+OWN_ENVIRONMENTS = {"dm_control": "dm-control", "envpool": "envpool", "maniskill": "maniskill"}
+"""Simulators that `bin/setup NAME` makes a virtual environment for."""
+
+_VULKAN = "import sapien; sapien.render.get_device_summary()"
+
+
+def environment_of(name: str) -> Path:
+    """The folder with the python that has this simulator.
+
+    Raises:
+        LookupError: It cannot run here; says why.
+    """
+    if name not in OWN_ENVIRONMENTS:
+        return Path(sys.executable).parent
+    own = OWN_ENVIRONMENTS[name]
+    binaries = ROOT / f".venv-{own}" / "bin"
+    if not (binaries.parent / "installed").exists():
+        raise LookupError(f"bin/setup {own} has not run, which bin/test --sims does")
+    if name == "maniskill":
+        probe = subprocess.run([binaries / "python", "-W", "ignore", "-c", _VULKAN], capture_output=True)
+        if probe.returncode:
+            raise LookupError(f"no Vulkan device ({probe.stderr.decode().splitlines()[-1]})")
+    return binaries
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("config", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_it_is_evaluated_by_one_command(
+    config: Path, tmp_path: Path, figures: dict[str, dict[str, Any] | str]
+) -> None:
+    try:
+        binaries = environment_of(config.stem)
+    except LookupError as error:
+        figures[config.stem] = f"skipped: {error}"
+        pytest.skip(str(error))
+    result_file = tmp_path / "result.json"
+    done = subprocess.run(
+        [
+            *(ROOT / "bin" / "evaluate", "--config", config, "--json", result_file),
+            f"runner.logger.log_path={tmp_path}",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not re.search("warn|error|traceback", done.stderr + done.stdout, re.I), done.stdout
+    result = json.loads(result_file.read_text())
+    figures[config.stem] = result
+    assert result["eval/num_trajectories"] > 0
+    assert result["eval/missing_trajectories"] == result["broker/errors"] == 0
+    assert result["env_steps_per_s"] > 0
+    for call in ("step", "reset"):
+        assert 0 < result[f"time/env/{call}_p50"] <= result[f"time/env/{call}_p99"]
+        assert re.search(rf"{call}, p99 .* [µm]?s", done.stdout)
+
+
+def test_each_has_its_command_in_the_docs_and_in_its_own_head() -> None:
+    page = (ROOT / "docs" / "simulators.md").read_text()
+    for config in CONFIGS:
+        name = OWN_ENVIRONMENTS.get(config.stem)
+        program = f".venv-{name}/bin/zmqrl evaluate" if name else "bin/evaluate"
+        command = f"{program} --config config/sims/{config.name}"
+        assert command in config.read_text()
+        assert command in page
+        if name:
+            assert f"bin/setup {name}" in page
