@@ -17,7 +17,6 @@ from zmqrl.errors import ConfigError
 
 pytest.importorskip("envpool", reason="EnvPool is not installed")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ class PoolEnv(VectorEnv[Any, Any, Any]):
         self.batch_size = int(config["batch_size"]) or num_envs
         self.rows: npt.NDArray[np.int64] = np.arange(self.batch_size)
         self.single_action_space = space
-        self.single_observation_space = self._pool.observation_space
+        self.single_observation_space = _observation_space(pool)
 
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
@@ -79,6 +80,7 @@ class PoolEnv(VectorEnv[Any, Any, Any]):
         if seed is not None or (self._used and self.batch_size < self.num_envs):
             self._pool.close()
             self._pool = self._make(seed)
+            _observation_space(self._pool)
         self._used = True
         self._pool.async_reset()
         observation, _, _, _, infos = self._receive()
@@ -97,6 +99,13 @@ class PoolEnv(VectorEnv[Any, Any, Any]):
         answer: tuple[Any, Any, Any, Any, dict[str, Any]] = self._pool.recv()
         self.rows = np.array(answer[4]["env_id"], np.int64)
         return answer
+
+
+def _observation_space(pool: Any) -> spaces.Space[Any]:
+    """It makes that when it is read first, and Gymnasium warns of the bounds that it gives it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*precision lowered by casting")
+        return pool.observation_space  # type: ignore[no-any-return]
 
 
 def is_pool(made: Any) -> bool:
