@@ -6,37 +6,15 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import TESTS
+from sim_environments import OWN_ENVIRONMENTS, environment_of
 
 ROOT = TESTS.parent
 CONFIGS = sorted((ROOT / "config" / "sims").glob("*.yaml"))
-OWN_ENVIRONMENTS = ("envpool", "maniskill")
-"""Simulators that `bin/setup NAME` makes a virtual environment for."""
-
-_VULKAN = "import sapien; sapien.render.get_device_summary()"
-
-
-def environment_of(name: str) -> Path:
-    """The folder of the python that has this simulator.
-
-    Raises:
-        LookupError: It cannot run here; says why.
-    """
-    if name not in OWN_ENVIRONMENTS:
-        return Path(sys.executable).parent
-    binaries = ROOT / f".venv-{name}" / "bin"
-    if not (binaries.parent / "installed").exists():
-        raise LookupError(f"bin/setup {name} has not run, which bin/test --sims does")
-    if name == "maniskill":
-        probe = subprocess.run([binaries / "python", "-W", "ignore", "-c", _VULKAN], capture_output=True)
-        if probe.returncode:
-            raise LookupError(f"no Vulkan device ({probe.stderr.decode().splitlines()[-1]})")
-    return binaries
 
 
 @pytest.mark.timeout(120)
