@@ -10,7 +10,7 @@ from conftest import TESTS
 from zmqrl import config
 from zmqrl.errors import ConfigError
 
-CONFIGS = sorted((TESTS.parent / "config").glob("*.yaml"))
+CONFIGS = sorted((TESTS.parent / "config").rglob("*.yaml"))
 LINKS = "cluster.net_emulation."
 
 

@@ -298,8 +298,7 @@ class EnvWorker:
             self._seeds[stage.index].repeat()
         begin = time.perf_counter()
         observation = stage.shard.reset()
-        self.report.totals.resets += 1
-        self.report.totals.reset_s += time.perf_counter() - begin
+        self.report.totals.count_reset(time.perf_counter() - begin)
         stage.pending = None
         self._observe(stage, observation, np.ones(len(stage.shard.rows), bool))
         self._tell()
