@@ -252,6 +252,7 @@ def reports() -> list[Message]:
     episodes = [Episode(0, number, 1.0, 10, True, None) for number in range(3)]
     delays = {"average": 1.0, "max": 1.0, "median": 1.0, "min": 1.0}
     report = Report("env-0", 0, began=1.0, ended=2.0, delays=delays, episodes=episodes)
+    report.totals.count_reset(2e-6)
     learner = LearnerReport({"env_steps": 4, "time/actor/update": 0.5})
     return [[report.pack()], [learner.pack()]]
 
