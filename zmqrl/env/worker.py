@@ -266,9 +266,10 @@ class EnvWorker:
             return
         self._count_request(stage)
         self._stop.sleep(self._links.seconds(*pending.sizes))
-        delay = self._delay()
-        step = stage.shard.step(reply["actions"])
-        self._count_step(step, delay)
+        delayed = self.report.totals.delay_s
+        self._delay()
+        step = stage.shard.step(reply["actions"])  # a chunk has delays between its steps, too
+        self._count_step(step, self.report.totals.delay_s - delayed)
         self._check_rewards(stage, step)
         if self._recording is not None:
             self._recording.answered(stage.index, reply, pending.policy_version)
@@ -348,14 +349,11 @@ class EnvWorker:
         self._tell()
         self._delay()
 
-    def _delay(self) -> float:
-        """Wait as long as the emulated simulator takes; how long that was, in seconds."""
+    def _delay(self) -> None:
         seconds = self._delays.sample(self.report.totals.shard_steps)
         begin = time.perf_counter()
         self._stop.sleep(seconds)
-        waited = time.perf_counter() - begin
-        self.report.totals.delay_s += waited
-        return waited
+        self.report.totals.delay_s += time.perf_counter() - begin
 
     # -- Numbers that are none
 
