@@ -162,3 +162,6 @@ def test_emulated_delays_are_reported(pool: Pool) -> None:
     assert worker.run()
     assert worker.report.delays["median"] == worker.report.delays["max"] == pytest.approx(0.02)
     assert worker.report.totals.delay_s >= 0.02 * 10
+    median = worker.report.totals.step_times.quantile(0.5)
+    assert median is not None
+    assert median >= 0.0195, "the time of a step has its delay"
