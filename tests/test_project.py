@@ -71,7 +71,7 @@ def test_the_client_imports_only_its_four_dependencies() -> None:
     modules |= {"memory", "pending", "spaces", "trajectory"}
     thin = [ROOT / "zmqrl" / f"{name}.py" for name in (*modules, "__init__")]
     for room in ("recording", "transport"):
-        thin += (ROOT / "zmqrl" / room).glob("*.py")
+        thin += (ROOT / "zmqrl" / room).rglob("*.py")
     for path in thin:
         for node in ast.walk(ast.parse(path.read_text())):
             imported = []

@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from zmqrl.errors import ConfigError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from zmqrl.config import Config, Mode
     from zmqrl.rollout.policy import Policy
     from zmqrl.rollout.versions import PolicyVersions
-    from zmqrl.rollout.worker import RolloutWorker
 
 log = logging.getLogger("zmqrl")
 
@@ -69,55 +69,37 @@ def start_broker(options: argparse.Namespace) -> int:
 
 def start_rollout_worker(options: argparse.Namespace) -> int:
     """Serve a policy."""
-    from zmqrl import config
     from zmqrl.runner.policies import make_policy
 
     serves = options.serves or ""
-    section = f"rollout.policies.{serves}" if serves else "rollout"
-    overrides = config.for_policy(options.policy, options.overrides, section, "policy")
-    if serves and options.policy is not None:
-        # What the pool's own policy is, and who asks for which, is of no matter to this worker.
-        overrides += ["rollout.policy=null", "rollout.policy_kwargs={}", "env.policies={}"]
-    loaded = config.load(options.config, overrides)
-    served = loaded.rollout.policies
-    if served and not serves:
-        raise ConfigError(f"which policy of several? give --serves {' or --serves '.join(served)}")
-    if serves and serves not in served:
-        raise ConfigError(
-            f"rollout.policies has no {serves!r}: it is {', '.join(served) or 'empty'}; --policy "
-            "module:factory says what to serve under that name"
-        )
-    workers = served[serves].workers if serves else loaded.rollout_workers
+    loaded = _config_of_rollout_worker(options, serves)
+    rollout = loaded.rollout
+    workers = rollout.policies[serves].workers if serves else loaded.rollout_workers
     _check_rank(options.rank, workers, "rollout")
     stop = StopSignal().install()
-    stem = f"rollout-{serves}" if serves else "rollout"
-    name = options.name or f"{stem}-{os.getpid() if options.rank is None else options.rank}"
+    name = options.name or _name(f"rollout-{serves}" if serves else "rollout", options.rank)
     policy = make_policy(loaded, name, stop, serves)
     if policy is None:
         say_interrupted(stop)
         return 0
-    threads = _limit_torch_threads(loaded.rollout.torch_threads)
-    worker = _worker(
-        policy,
-        loaded,
-        name=name,
-        serves=serves,
-        rank=options.rank,
-        world_size=None if options.rank is None else workers,
-        static_sizes=loaded.rollout.static_batch_sizes,
-        state_mb=loaded.rollout.state_mb if loaded.rollout.affinity == "sticky" else None,
-    )
-    what = served[serves].policy if serves else loaded.rollout.policy
+    what = rollout.policies[serves].policy if serves else rollout.policy
     what = what or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
     what += f" as {serves}" if serves else ""
+    threads = _limit_torch_threads(rollout.torch_threads)
     where = f" on {policy.device}{threads}" if policy.device is not None else ""
-    log.info("%s is loaded%s", what, where)
-    try:
-        worker.run(stop)
-    finally:
-        policy.close()
-    say_interrupted(stop)
-    return 0
+    with closing(policy):
+        return _serve(
+            policy,
+            f"{what} is loaded{where}",
+            loaded,
+            stop,
+            name=name,
+            serves=serves,
+            rank=options.rank,
+            world_size=None if options.rank is None else workers,
+            static_sizes=rollout.static_batch_sizes,
+            state_mb=rollout.state_mb if rollout.affinity == "sticky" else None,
+        )
 
 
 def start_reward_worker(options: argparse.Namespace) -> int:
@@ -128,18 +110,14 @@ def start_reward_worker(options: argparse.Namespace) -> int:
 
     overrides = config.for_policy(options.model, options.overrides, "reward", "model")
     loaded = config.load(options.config, overrides)
-    if loaded.reward.model is None:
+    reward, rollout = loaded.reward, loaded.rollout
+    if reward.model is None:
         raise ConfigError("no reward model is named: give --model module:factory, or set reward.model")
     _check_rank(options.rank, loaded.cluster.component_placement.count("reward"), "reward")
     stop = StopSignal().install()
-    model = load_policy(loaded.reward.model, loaded.reward.model_kwargs, loaded.rollout.device)
-    threads = _limit_torch_threads(loaded.rollout.torch_threads)
-    name = f"reward-{os.getpid() if options.rank is None else options.rank}"
-    worker = _worker(model, loaded, name=name, serves=REWARD)
-    log.info("the reward model %s is loaded%s", loaded.reward.model, threads)
-    worker.run(stop)
-    say_interrupted(stop)
-    return 0
+    model = load_policy(reward.model, reward.model_kwargs, rollout.device)
+    said = f"the reward model {reward.model} is loaded{_limit_torch_threads(rollout.torch_threads)}"
+    return _serve(model, said, loaded, stop, name=_name("reward", options.rank), serves=REWARD)
 
 
 def start_learner(options: argparse.Namespace) -> int:
@@ -207,12 +185,51 @@ def _check_env_is_named(loaded: Config) -> None:
         raise ConfigError("no simulator is named: set env.id to a Gymnasium id, or env.factory")
 
 
-def _worker(policy: Policy | PolicyVersions, loaded: Config, **more: Any) -> RolloutWorker:
-    """A worker of the configured pool; `more` as RolloutWorker takes it."""
+def _config_of_rollout_worker(options: argparse.Namespace, serves: str) -> Config:
+    """The configuration; what it serves, of several policies, is checked.
+
+    Raises:
+        ConfigError: It serves none of them, or does not say which.
+    """
+    from zmqrl import config
+
+    section = f"rollout.policies.{serves}" if serves else "rollout"
+    overrides = config.for_policy(options.policy, options.overrides, section, "policy")
+    if serves and options.policy is not None:
+        # What the pool's own policy is, and who asks for which, is of no matter to this worker.
+        overrides += ["rollout.policy=null", "rollout.policy_kwargs={}", "env.policies={}"]
+    loaded = config.load(options.config, overrides)
+    served = loaded.rollout.policies
+    if served and not serves:
+        raise ConfigError(f"which policy of several? give --serves {' or --serves '.join(served)}")
+    if serves and serves not in served:
+        raise ConfigError(
+            f"rollout.policies has no {serves!r}: it is {', '.join(served) or 'empty'}; --policy "
+            "module:factory says what to serve under that name"
+        )
+    return loaded
+
+
+def _name(part: str, rank: int | None) -> str:
+    return f"{part}-{os.getpid() if rank is None else rank}"
+
+
+def _serve(
+    policy: Policy | PolicyVersions, said: str, loaded: Config, stop: StopSignal, **more: Any
+) -> int:
+    """Run a worker of the configured pool until it is told to stop.
+
+    Args:
+        policy: What it runs.
+        said: For the log, as soon as it is ready.
+        loaded: The configuration.
+        stop: Tells it to stop.
+        more: As RolloutWorker takes it.
+    """
     from zmqrl.rollout.worker import RolloutWorker
     from zmqrl.transport import sockets
 
-    return RolloutWorker(
+    worker = RolloutWorker(
         policy,
         loaded.broker.backend or sockets.local_endpoint("backend"),
         max_message_mb=loaded.broker.max_message_mb,
@@ -221,6 +238,10 @@ def _worker(policy: Policy | PolicyVersions, loaded: Config, **more: Any) -> Rol
         keys=loaded.security.keys_of("worker"),
         **more,
     )
+    log.info("%s", said)
+    worker.run(stop)
+    say_interrupted(stop)
+    return 0
 
 
 def say_interrupted(stop: StopSignal) -> None:

@@ -376,7 +376,7 @@ def test_a_client_that_sends_nothing_large_lets_go_of_the_memory_of_replies(
     raw_worker.answer(Header(Op.REPLY, FLAG_LANE, rows=2), slot.descriptor + encoded.meta)
     assert (pending.result()["actions"] == 1).all()
     assert client._connection._lane.reader._mapped
-    monkeypatch.setattr("zmqrl.transport.sharedmem._KEPT_S", 0.0)
+    monkeypatch.setattr("zmqrl.transport.sharedmem.reader.KEPT_S", 0.0)
     client.submit({"x": np.zeros((2, 1))})
     assert not client._connection._lane.reader._mapped
 

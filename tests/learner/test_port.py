@@ -33,7 +33,7 @@ from zmqrl.errors import (
     StateLost,
     TrainingEnded,
 )
-from zmqrl.learner import service, shared
+from zmqrl.learner import env_leg, shared
 from zmqrl.learner.gate import Gate
 from zmqrl.learner.port import Learner
 from zmqrl.recording import Recording, uplink
@@ -258,7 +258,7 @@ def test_a_sender_pauses_at_four_unacknowledged_while_the_learner_does_not_take(
 
 def test_a_learner_that_has_caught_up_gets_everything_once(learner, env, monkeypatch, impatient):
     monkeypatch.setattr(shared, "_MOST_WAITING", 2)
-    monkeypatch.setattr(service, "_REFUSED_FROM", 2)
+    monkeypatch.setattr(env_leg, "_REFUSED_FROM", 2)
     port = learner()
     sender = env()
     with pytest.raises(LearnerTimeout):
@@ -757,8 +757,8 @@ def test_what_early_senders_say_is_not_kept_beyond_a_few_words(learner, stranger
     made = Spaces.of(observation(0), ACTIONS).fields()
     fields = {"name": "early", "incarnation": 1, "first": 1, "spaces": made, "more": "x" * (1 << 20)}
     early.say(Op.HELLO, 1, fields, frames=[bytes(1 << 20)] * 8)
-    wait_for(lambda: port._service._early, "the introduction")
-    (kept,) = port._service._early.values()
+    wait_for(lambda: port._service._envs._early, "the introduction")
+    (kept,) = port._service._envs._early.values()
     assert len(repr(kept)) < 1000
     port.publish({"w": np.zeros(3)})
     early.hear(Op.WELCOME)
@@ -836,7 +836,7 @@ def test_an_impossible_endpoint_is_refused(endpoint):
 
 def test_a_thread_that_fails_is_not_silent_and_the_port_can_be_closed(learner):
     port = learner()
-    port._service._probed = None  # what a bug would do
+    port._service._envs._probed = None  # what a bug would do
     with pytest.raises(RunFailed, match="TypeError"):
         port.receive(5.0)
     with pytest.raises(RunFailed):
@@ -1110,7 +1110,7 @@ def test_a_sender_that_is_gone_when_several_of_its_stages_may_begin_ends_nothing
     gone.hello("gone")
     for stage in (0, 1):
         gone.say(Op.BEGIN, stage + 1, stage=stage, rows=4)
-    asked = port._service._questions
+    asked = port._service._questions._open
     wait_for(lambda: len(asked) == 2, "both questions")
     gone.close()
     gate.is_open.set()

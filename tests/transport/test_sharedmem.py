@@ -18,7 +18,8 @@ import pytest
 
 from zmqrl.errors import SharedMemoryLost
 from zmqrl.transport.codec import decode, encode
-from zmqrl.transport.sharedmem import _MAX_LENT, LEAST, Lane, Reader, Slots, proof
+from zmqrl.transport.sharedmem import LEAST, Lane, Reader, Slots, proof
+from zmqrl.transport.sharedmem.slots import _MAX_LENT
 
 SHRINK = 2  # F_SEAL_SHRINK
 OWNER = """
