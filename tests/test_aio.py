@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -190,6 +191,30 @@ def test_without_a_broker_or_a_key_the_error_says_so(pool: Pool, folder: Path) -
     run(pool, program)
     with pytest.raises(EndpointError):
         AsyncPolicyClient("127.0.0.1:5757")
+
+
+def test_all_clients_of_a_loop_that_have_no_key_are_told_even_beside_one_that_gave_up(
+    pool: Pool, folder: Path
+) -> None:
+    make_bundles(str(folder / "keys"))
+    pool.overrides.append(f"security.keys={folder / 'keys'}")
+    pool.start_broker()
+
+    async def ask(endpoint: str, timeout: float) -> None:
+        async with AsyncPolicyClient(endpoint, timeout=20.0) as client:
+            await asyncio.wait_for(client.infer(x(1)), timeout)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            mute = AsyncPolicyClient(f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=20.0)
+            with pytest.raises(asyncio.TimeoutError):  # while it looks why nobody answers
+                await asyncio.wait_for(mute.infer(x(1)), 0.45)
+            calls = [ask(pool.frontend, 15.0) for _ in range(20)]
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            assert {type(end) for end in ends} == {AuthenticationFailed}, ends
+            await mute.close()
+
+    asyncio.run(main())
 
 
 def test_a_client_of_the_same_name_ends_all_calls_of_the_first(pool: Pool) -> None:

@@ -188,6 +188,8 @@ class Connection:
                             self._look_after(request, now)
                     continue  # what was sent has taken the sign of what has come meanwhile
                 pause = min(wake - now, _AT_EASE)
+            else:
+                self._suspicion.rest()
             untold, self._untold = self._untold, False
             return 0.0 if untold else pause
 

@@ -75,6 +75,8 @@ class Suspicion:
         """Nothing is awaited, so that silence means nothing."""
         if self.due < float("inf"):
             self.begin()
+        if self._handshake is not None:
+            self._break_off()
 
     def look(self, patience: float = _PATIENCE) -> Optional[Refusal]:
         """The refusal, if it is time to look and there is one.
@@ -92,6 +94,9 @@ class Suspicion:
         if now < self.due:
             return None
         if self._handshake is None:
+            if _of_this_process().one_at_a_time.locked():
+                self.due = now + _STEP  # another client looks
+                return None
             self._until = now + _PATIENCE
             self._handshake = _shake_hands(self._endpoint, self._keys, 0.0)
         if self._handshake is None:
