@@ -77,6 +77,21 @@ class Partial(Rows):
         return self.observation(), reward, ended[:, None].to(torch.uint8), cut, info
 
 
+class Undeclared(Partial):
+    """Shows neither the keys nor the shapes that it declares."""
+
+    single_observation_space = spaces.Dict(  # type: ignore[assignment]
+        {
+            "shown": spaces.Box(np.float32([-1, -2, -3]), np.float32([1, 2, 3])),
+            "hidden": spaces.Box(-1, 1, (2,), np.float32),
+        }
+    )
+    key = "shown"
+
+    def observation(self) -> Any:
+        return {self.key: self.state}
+
+
 class ByMask(Partial):
     """Is told which rows to reset by a mask, and returns these only."""
 

@@ -144,6 +144,7 @@ def test_each_leaf_of_a_tree_of_actions_is_brought_into_its_space():
         ({"move": []}, "the policy gave no 'grip' .in any row.; its dict has 'move'"),
         ({**move_and_grip(), "move": [np.zeros(2)]}, "a list of 2 parts for 'move', got a list of 1"),
         (np.zeros((2, 1)), "expected a dict with 'grip', 'move', got an array"),
+        ({**move_and_grip(), "grip": {"x": 1}}, "expected an array for 'grip', got a dict with 'x'"),
     ],
 )
 def test_what_is_wrong_in_a_tree_of_actions_is_named_with_its_key(actions, words):

@@ -12,7 +12,7 @@ from env.test_worker import env_worker
 from zmqrl.config import EnvConfig
 from zmqrl.env.batched import BatchedEnv
 from zmqrl.env.making import make_shard
-from zmqrl.errors import ConfigError
+from zmqrl.errors import ConfigError, EnvironmentFailure
 
 SIMS = f"{TESTS / 'batched_sims.py'}"
 
@@ -204,3 +204,14 @@ def test_infos_that_the_policy_wants_are_those_of_the_observation():
         step = shard.step(act())
     assert step.observation["half"].tolist() == [0, 1.5, 1.5]
     assert step.final_observation["half"].tolist() == [1.5, 1.5, 1.5]
+
+
+def test_what_it_declares_may_be_something_else_than_what_it_shows(caplog):
+    shard = shard_of("Undeclared")
+    observation = shard.reset()
+    assert list(observation) == ["shown"]
+    shard.step(act())
+    assert not caplog.messages
+    shard.vector_env._env.key = "other"
+    with pytest.raises(EnvironmentFailure, match=r"observation\.shown is not there any more"):
+        shard.step(act())

@@ -70,6 +70,8 @@ def actions_for(
         return _text(space, rows, actions, path)
     if not isinstance(space, NUMERIC):
         return actions
+    if isinstance(actions, Mapping):
+        raise ValueError(f"expected an array{_for(path)}, got {_kind(actions)}")
     array = np.asarray(on_cpu(actions))
     shape = (rows, *(space.shape or ()))
     if array.dtype.kind not in "biuf" or array.shape != shape:

@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing import connection
+from signal import Signals
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -40,6 +42,9 @@ from zmqrl.transport.rows import one_per_row
 SeedOf: TypeAlias = Callable[[int], "int | None"]
 Rows: TypeAlias = npt.NDArray[np.bool_]
 AnyVectorEnv: TypeAlias = "VectorEnv[Any, Any, Any]"
+
+_TO_END = 5.0
+"""Seconds that a process may take to end after it has closed its pipe."""
 
 
 @dataclass(slots=True)
@@ -353,10 +358,26 @@ class ShardEnv:
     def _guard(self, what: str) -> Iterator[None]:
         try:
             with errors_named(self.name, what, quiet=isinstance(self._base, AsyncVectorEnv)):
-                yield
+                try:
+                    yield
+                except (EOFError, ConnectionError) as error:
+                    raise self._lost_process() or error from None
         except BaseException:
             self._failed = True
             raise
+
+    def _lost_process(self) -> Exception | None:
+        """What has happened to the process of a row, if that is why it does not answer."""
+        if not isinstance(self._base, AsyncVectorEnv):
+            return None
+        processes = self._base.processes
+        connection.wait([process.sentinel for process in processes], timeout=_TO_END)
+        for row, process in enumerate(processes):
+            if process.exitcode is not None:
+                code = process.exitcode
+                how = f"was killed by {Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                return wrappers.SubEnvError(f"row {row}: its process {how}")
+        return None
 
 
 @contextmanager

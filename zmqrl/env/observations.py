@@ -113,8 +113,7 @@ class Observations:
 
     def _taken(self, observation: Any, infos: Any, where: str, before: Tree, rows: Any) -> Tree:
         tree = observation_tree(observation, self._rows, copy=self._copy)
-        if self._bounds:
-            self._look_at_bounds(tree)
+        shown = tree
         if self._more:
             self._is_dict = isinstance(tree, dict)
             self._look_for_doubles(tree)
@@ -130,6 +129,8 @@ class Observations:
             self._form = form
         elif form != self._form:
             raise ValueError(_difference(self._form, form, "observation"))
+        if self._bounds:
+            self._look_at_bounds(shown)
         return tree
 
     def _with_more(self, tree: Tree, further: Mapping[str, Any]) -> Tree:
@@ -162,7 +163,7 @@ class Observations:
     def _look_at_bounds(self, tree: Tree) -> None:
         for bounds in list(self._bounds):
             leaf = bounds.leaf_of(tree)
-            if isinstance(leaf, np.ndarray) and leaf.ndim and bounds.are_left_by(leaf):
+            if leaf is not None and bounds.are_left_by(leaf):
                 self._bounds.remove(bounds)  # said once
                 log.warning("%s: %s; this is said once, and the run goes on", self._name, bounds.words)
 
@@ -185,10 +186,15 @@ class _Bounds:
         self.words = ""
         """What was wrong."""
 
-    def leaf_of(self, tree: Tree) -> Any:
+    def leaf_of(self, tree: Tree) -> Array | None:
+        """The leaf; None where a batched simulator shows something else than it declares."""
         for key in self._path:
-            tree = tree[key]
-        return tree
+            try:
+                tree = tree[key]
+            except (LookupError, TypeError):
+                return None
+        fits = isinstance(tree, np.ndarray) and tree.shape[1:] == self._space.shape
+        return tree if fits else None
 
     def are_left_by(self, leaf: Array) -> bool:
         flat = leaf.reshape(len(leaf), -1)
