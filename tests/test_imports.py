@@ -98,3 +98,11 @@ def test_a_file_that_failed_is_run_again_the_next_time(here):
         import_object("policy.py:make")
     path.write_text("make = 'a good one'\n")
     assert import_object("policy.py:make") == "a good one"
+
+
+def test_an_error_of_many_lines_is_told_in_one_with_its_beginning_and_its_end(here):
+    (here / "wordy.py").write_text("raise OSError('begin\\n\\n' + 'code\\n' * 1000 + 'the reason')\n")
+    with pytest.raises(ConfigError, match=r"raised OSError: begin code .* … .* the reason \(") as error:
+        import_object("wordy:make")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1000

@@ -2,9 +2,18 @@
 
 from typing import Sequence
 
+_LINE = 500
+"""Characters of a line."""
+
 
 class ZmqrlError(Exception):
     """Base class of all errors raised by zmqrl."""
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an error says, with its kind: in one line, since some libraries write pages."""
+    words = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    return words if len(words) <= _LINE else f"{words[: _LINE // 2]} … {words[-_LINE // 2 :]}"
 
 
 class ConfigError(ZmqrlError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zmqrl.errors import ConfigError
+from zmqrl.errors import ConfigError, in_a_line
 
 
 def import_object(reference: str) -> Any:
@@ -86,8 +86,7 @@ def _raised(source: str, error: BaseException) -> ConfigError:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen"))
     return ConfigError(
-        f"importing {source} raised {type(error).__name__}: {error} "
-        f"({frame.filename}, line {frame.lineno})"
+        f"importing {source} raised {in_a_line(error)} ({frame.filename}, line {frame.lineno})"
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zmqrl.errors import PolicyLoadError
+from zmqrl.errors import PolicyLoadError, in_a_line
 from zmqrl.rollout.adapters import ActionModel, ModelFile, Predict
 
 __all__ = ["ActionModel", "exported", "stable_baselines3", "torchscript"]
@@ -115,9 +115,7 @@ def stable_baselines3(
     try:
         model = known[algorithm].load(path, device=device)
     except Exception as error:
-        raise PolicyLoadError(
-            f"{path} is no model of {algorithm}: {type(error).__name__}: {error}"
-        ) from error
+        raise PolicyLoadError(f"{path} is no model of {algorithm}: {in_a_line(error)}") from error
     return Predict(model, None if vec_normalize is None else _normalizer(vec_normalize, model))
 
 
@@ -136,7 +134,7 @@ def _normalizer(path: str, model: Any) -> Any:
         return loaded.normalize_obs
     except Exception as error:
         raise PolicyLoadError(
-            f"{path} is no VecNormalize for these observations: {type(error).__name__}: {error}"
+            f"{path} is no VecNormalize for these observations: {in_a_line(error)}"
         ) from error
 
 

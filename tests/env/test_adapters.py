@@ -481,9 +481,7 @@ def test_a_killed_process_of_a_simulator_is_a_failure_and_can_be_closed(make):
     shard.reset()
     shard._base.processes[1].kill()
     shard._base.processes[1].join()
-    with pytest.raises(
-        EnvironmentFailure, match="row 1: its process was killed by SIGKILL"
-    ):
+    with pytest.raises(EnvironmentFailure, match="row 1: its process was killed by SIGKILL"):
         shard.step(np.array([0, 1]))
     shard.close()
     assert not any(process.is_alive() for process in shard._base.processes)

@@ -36,7 +36,7 @@ from zmqrl.env.conversion import Tree, check_batchable
 from zmqrl.env.envpool import PoolEnv
 from zmqrl.env.film import Film
 from zmqrl.env.observations import Observations
-from zmqrl.errors import ConfigError, EnvironmentFailure, ZmqrlError
+from zmqrl.errors import ConfigError, EnvironmentFailure, ZmqrlError, in_a_line
 from zmqrl.transport.rows import one_per_row
 
 SeedOf: TypeAlias = Callable[[int], "int | None"]
@@ -399,5 +399,4 @@ def errors_named(name: str, what: str, quiet: bool) -> Iterator[None]:
         cause = (error.__cause__ or error) if trace else None
         raise EnvironmentFailure(f"{name} failed in {what}: {words}") from cause
     except Exception as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EnvironmentFailure(f"{name} failed in {what}: {words}") from error
+        raise EnvironmentFailure(f"{name} failed in {what}: {in_a_line(error)}") from error

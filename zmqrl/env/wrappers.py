@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from zmqrl.env.conversion import NUMERIC, check_batchable
+from zmqrl.errors import in_a_line
 from zmqrl.transport.rows import on_cpu
 
 log = logging.getLogger(__name__)
@@ -127,8 +128,7 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _portable(self, error: Exception) -> SubEnvError:
         if isinstance(error, _Odd):
             return SubEnvError(f"row {self.zmqrl_row}: {error}")
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return SubEnvError(f"row {self.zmqrl_row}: {text}\n\n{traceback.format_exc()}")
+        return SubEnvError(f"row {self.zmqrl_row}: {in_a_line(error)}\n\n{traceback.format_exc()}")
 
 
 class _Odd(Exception):

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from zmqrl.errors import PolicyLoadError, PolicyOutputError, WeightsError
+from zmqrl.errors import PolicyLoadError, PolicyOutputError, WeightsError, in_a_line
 from zmqrl.imports import import_object
 from zmqrl.rollout.bank import copied, joined, mapped, taken
 from zmqrl.rollout.batching import merge, select
@@ -371,9 +371,7 @@ def load_policy(
     except PolicyLoadError:
         raise
     except Exception as error:
-        raise PolicyLoadError(
-            f"the policy {reference} {step}: {type(error).__name__}: {error}"
-        ) from error
+        raise PolicyLoadError(f"the policy {reference} {step}: {in_a_line(error)}") from error
     return policy
 
 

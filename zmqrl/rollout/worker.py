@@ -21,6 +21,7 @@ from zmqrl.errors import (
     SharedMemoryLost,
     StartupFailed,
     VersionMismatch,
+    in_a_line,
 )
 from zmqrl.rollout.failures import Failures
 from zmqrl.rollout.inference import Inference
@@ -365,7 +366,7 @@ class RolloutWorker:
                 for shard in shards:
                     replies.update(self._answer([shard]))
                 return replies
-            text = f"{type(error).__name__}: {error}"
+            text = in_a_line(error)
             trace = traceback.format_exc()[-_MAX_TRACEBACK:]
             self._failures.note(text, error)
             entry, header = shards[0].entry, shards[0].header
