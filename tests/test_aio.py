@@ -347,6 +347,15 @@ def test_a_closed_client_leaves_no_file_open(pool: Pool) -> None:
     asyncio.run(main())
 
 
+def test_a_client_whose_loop_is_over_can_be_closed_in_another(pool: Pool) -> None:
+    pool.start()
+    client = AsyncPolicyClient(pool.frontend, timeout=20.0)
+    asyncio.run(client.infer(x(1)))
+    asyncio.run(client.close())
+    with pytest.raises(ClientClosed):
+        asyncio.run(client.infer(x(1)))
+
+
 def test_asyncio_is_imported_by_those_who_use_it_only() -> None:
     script = """
 import sys

@@ -124,11 +124,12 @@ class AsyncPolicyClient:
         """Say goodbye and close the socket; calls that wait end in `ClientClosed`.
 
         Raises:
-            ClientInUse: The client belongs to another event loop.
+            ClientInUse: The client belongs to another event loop, which is not closed.
         """
         if self._pid == os.getpid() and self._loop is not None:
             # The selector of a forked loop is the parent's: nothing may be removed there.
-            self._own_loop().remove_reader(self._file)
+            if not self._loop.is_closed():
+                self._own_loop().remove_reader(self._file)
             self._loop = None
             if self._timer is not None:
                 self._timer.cancel()
