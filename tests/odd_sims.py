@@ -158,13 +158,19 @@ class Rewards(gymnasium.Env[np.ndarray, np.ndarray]):
 class Told(gymnasium.Env[np.ndarray, np.ndarray]):
     """Tells of each step in its infos; without `key` from step `silent_at` on (0: already in the reset).
 
-    Episodes have `length` steps. The observation is a dict if `keyed`.
+    Episodes have `length` steps. The observation is a dict if `keyed`. One that is `rambling` tells
+    more: arrays of another size, and things of another type, each time.
     """
+
+    told = 0
 
     action_space = spaces.Discrete(2)
 
-    def __init__(self, length: int = 3, silent_at: int = -1, keyed: bool = False) -> None:
+    def __init__(
+        self, length: int = 3, silent_at: int = -1, keyed: bool = False, rambling: bool = False
+    ) -> None:
         self.length, self.silent_at, self.keyed = length, silent_at, keyed
+        self.rambling = rambling
         self.count, self.episode = 0, -1
         box = spaces.Box(-1e9, 1e9, (1,), np.float32)
         self.observation_space = spaces.Dict({"count": box}) if keyed else box
@@ -190,6 +196,10 @@ class Told(gymnasium.Env[np.ndarray, np.ndarray]):
         }
         if self.count == self.silent_at:
             del info["number"]
+        if self.rambling:
+            Told.told += 1
+            info["contacts"] = np.zeros(Told.told)
+            info["kind"] = [1, "two", None][Told.told % 3]
         return ({"count": count} if self.keyed else count), info
 
 

@@ -115,7 +115,7 @@ def test_an_info_that_is_not_there_is_an_error_that_names_it(
         vectorization=vectorization,
         autoreset_mode=autoreset_mode,
     )
-    words = rf"the infos of {where} have no 'number' in row 0 \(env\.info_keys\); they have 'pose', 's"
+    words = rf"row \d: the infos of {where} have no 'number' \(env\.info_keys\); they have 'pose', 's"
 
     def run() -> None:
         shard.reset()
@@ -124,6 +124,23 @@ def test_an_info_that_is_not_there_is_an_error_that_names_it(
 
     with pytest.raises(EnvironmentFailure, match=words):
         run()
+
+
+@BOTH
+@pytest.mark.parametrize("autoreset_mode", MODES)
+def test_infos_that_nobody_asks_for_may_be_of_any_size_and_kind(
+    make: Make, vectorization: str, autoreset_mode: str
+) -> None:
+    shard = make(
+        "Told",
+        kwargs={"rambling": True},
+        info_keys=["number"],
+        vectorization=vectorization,
+        autoreset_mode=autoreset_mode,
+    )
+    shard.reset()
+    numbers = [shard.step(np.array([0, 1])).observation["number"].tolist() for _ in range(2)]
+    assert numbers == [[1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("autoreset_mode", AutoresetMode)

@@ -159,7 +159,7 @@ class ShardEnv:
         self.vector_env = vector_env
         self._base: Any = base
         self._seed_of = seed_of
-        self._success_keys = (success_key,) if success_key else ("success", "is_success")
+        self._success_keys = success_keys(success_key)
         self._reports_success = False
         self._rescale = rescale_actions
         self._clip = clip_actions
@@ -378,6 +378,11 @@ class ShardEnv:
                 how = f"was killed by {Signals(-code).name}" if code < 0 else f"exited with code {code}"
                 return wrappers.SubEnvError(f"row {row}: its process {how}")
         return None
+
+
+def success_keys(configured: str | None) -> tuple[str, ...]:
+    """The infos that may tell success, the first one first."""
+    return (configured,) if configured else ("success", "is_success")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from zmqrl.config import EnvConfig, EnvModeConfig, Mode
 from zmqrl.env import shapes, wrappers
-from zmqrl.env.adapters import AnyVectorEnv, SeedOf, ShardEnv, errors_named
+from zmqrl.env.adapters import AnyVectorEnv, SeedOf, ShardEnv, errors_named, success_keys
 from zmqrl.env.chunks import Chunks, Park
 from zmqrl.env.conversion import has_text
 from zmqrl.errors import ConfigError
@@ -179,7 +179,11 @@ def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable
         chosen.append(Park)
     if config.autoreset_mode == "same_step":
         chosen.append(wrappers.KeepFinalObservation)
-    chosen.append(wrappers.Row)
+    chosen.append(
+        functools.partial(
+            wrappers.Row, info_keys=config.info_keys, success_keys=success_keys(config.success_key)
+        )
+    )
     return chosen
 
 

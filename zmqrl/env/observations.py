@@ -37,6 +37,9 @@ class Observations:
         copy: Whether arrays are copied, because the simulator may overwrite them.
         info_keys: Infos that the observation gets, for each row.
         task: For every row, under `task_descriptions`.
+
+    Raises:
+        ConfigError: The space has such a key already.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Observations:
         self._form: Any = None
         self._is_dict = True
         self._bounds = [] if space is None else _bounds(space)
+        if isinstance(space, spaces.Dict):
+            self._look_for_doubles(space.spaces)
 
     def of_reset(self, observation: Any, infos: Any, before: Tree = None, rows: Any = None) -> Tree:
         """The tree of what `reset` returned.
@@ -139,7 +144,7 @@ class Observations:
         tree = tree if self._is_dict else {"observation": tree}
         return {**tree, **{key: further[key] for key in self._more}}
 
-    def _look_for_doubles(self, tree: Tree) -> None:
+    def _look_for_doubles(self, tree: Mapping[str, Any]) -> None:
         for key in self._more:
             if key in (tree if self._is_dict else ("observation",)):
                 option = "env.task_description" if key == TASK else "env.info_keys"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import gymnasium
@@ -59,11 +59,19 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     What Gymnasium's vector envs would cut, stretch or drop is an error here; rewards and flags may be
     of any type that holds one number. Only row 0 renders: more is not filmed.
+
+    Args:
+        env: It.
+        info_keys: Infos that the policy wants.
+        success_keys: Infos that may tell success. All others are dropped: nobody reads them, and a
+            vector env can neither batch arrays that change their size nor hand them over for nothing.
     """
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: Env, info_keys: Sequence[str], success_keys: Sequence[str]) -> None:
         super().__init__(env)
         self.zmqrl_row = 0
+        self._info_keys = info_keys
+        self._kept = {*info_keys, *success_keys}
         # Gymnasium looks for a wrapper's space anew each time that it is asked.
         self._space = env.observation_space
         check_batchable(str(env), env.observation_space, env.action_space)
@@ -80,8 +88,8 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
             result = self.env.reset(seed=seed, options=options)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise _Odd("reset returned no (observation, info)")
-            self._check(*result)
-            return result
+            observation, info = result
+            return observation, self._checked("reset", observation, info)
         except Exception as error:
             raise self._portable(error) from error
 
@@ -96,7 +104,7 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
             if not isinstance(result, tuple) or len(result) != 5:
                 raise _Odd("step returned no (observation, reward, terminated, truncated, info)")
             observation, reward, terminated, truncated, info = result
-            self._check(observation, info)
+            info = self._checked("step", observation, info)
             return (
                 observation,
                 float(_number("reward", reward)),
@@ -118,12 +126,19 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
             log.warning("the simulator does not render: %s: %s", type(error).__name__, error)
             return None
 
-    def _check(self, observation: Any, info: Any) -> None:
+    def _checked(self, where: str, observation: Any, info: Any) -> dict[str, Any]:
+        """The infos that somebody reads."""
         problem = misfit(self._space, observation, "observation")
         if problem:
             raise _Odd(problem)
         if not isinstance(info, dict):
             raise _Odd(f"the info is a {type(info).__name__}, not a dict")
+        missing = [key for key in self._info_keys if key not in info]
+        if missing:
+            has = ", ".join(map(repr, info)) or "nothing"
+            raise _Odd(f"the infos of {where} have no {missing[0]!r} (env.info_keys); they have {has}")
+        # The wrappers within this one tell things, too, under names that begin so.
+        return {k: info[k] for k in info if k in self._kept or str(k).startswith("zmqrl_")}
 
     def _portable(self, error: Exception) -> SubEnvError:
         if isinstance(error, _Odd):
@@ -172,6 +187,8 @@ def misfit(space: spaces.Space[Any], observation: Any, path: str) -> str:
     if array.shape != space.shape or (
         array.dtype != space.dtype and not np.can_cast(array.dtype, space.dtype, "same_kind")
     ):
+        if array.dtype == object:
+            return f"{path} is a {type(observation).__name__}, declared as {space!s:.80}"
         return f"{path} is {array.dtype} {list(array.shape)}, declared as {space!s:.80}"
     return ""
 
