@@ -252,20 +252,18 @@ class _Witness(PolicyClient):
 
     def drain(self) -> None:
         """Read what has come after the last answer."""
-        while self._connection._socket.poll(0):
-            self._connection._handle(self._connection._socket.recv_multipart(copy=False))
+        self.catch_up()
 
     def _open(self) -> None:
         super()._open()
         handle, seen = self._connection._handle, set()
 
-        def noting(frames: list[Any]) -> None:
-            first = frames[0].bytes
+        def noting(first: bytes) -> None:
             if op_of(first) == Op.REPLY or (op_of(first) == Op.ERROR and _is_final(first)):
                 request_id = request_id_of(first)  # 0: about the client, not about a request
                 self.duplicated += request_id in seen
                 seen.update({request_id} - {0})
-            handle(frames)
+            handle(first)
 
         self._connection._handle = noting  # type: ignore[method-assign]
 
