@@ -107,6 +107,14 @@ def test_that_states_were_lost_is_told_to_the_next_request_of_the_stage() -> Non
     assert not client.send(1, False).lost
 
 
+def test_that_states_were_lost_is_told_until_a_request_is_sent() -> None:
+    client = Client()
+    client.send(1, True)
+    client.end(error=StateLost("gone"))
+    assert client.memory.ask(observation(1), True, None, 0, "").lost  # too large to be sent, say
+    assert client.send(1, True).lost
+
+
 @pytest.mark.parametrize(
     ("reset", "ids", "message"),
     [

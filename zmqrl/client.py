@@ -264,10 +264,10 @@ class PolicyClient:
                 version,
             )
             self._next_id += 1
-            if ask is not None:
-                ask.sent(request)
             request.policy = policy
             connection.start(request)
+            if ask is not None:
+                ask.sent(request)  # not before: what was never sent would stay under way
             pending = Pending(self._exclusive, connection, request)
             if recorded:
                 self._latest[stage] = pending

@@ -86,6 +86,8 @@ class Envs:
         self._stage = stage
         self._is_needless = False
         """Whether the policy keeps no states, as far as is known."""
+        self._lost = False
+        """Whether a request was told that states are lost, and none was sent since."""
         self._steps = np.full(0, -1, np.int64)
         """The number of the last request about each env."""
         self._status = np.zeros(0, np.int8)
@@ -102,7 +104,8 @@ class Envs:
 
     def ask(self, observation: Any, reset: Any, ids: Any) -> Ask:
         """See `Memory.ask`."""
-        lost = self._settle()
+        self._settle()
+        lost = self._lost
         if self._is_needless:
             return Ask(observation, 0, lost, self)
         rows = rows_of(observation)
@@ -160,17 +163,17 @@ class Envs:
     def note(self, request: Request, ask: Ask) -> None:
         """Note that a request was sent."""
         self._open.append((request, ask.where))
+        self._lost = False
         if ask.where is None:
             request.leaves_memory_out = True
             return
         self._steps[ask.where] = ask.steps
         self._status[ask.where] = np.where(ask.reset, _BEGUN | _ASKED | _RESET, _BEGUN | _ASKED)
 
-    def _settle(self) -> bool:
-        """Note how requests have ended; returns whether states were lost."""
+    def _settle(self) -> None:
+        """Note how requests have ended."""
         if not self._open:
-            return False
-        lost = False
+            return
         still_open = []
         for request, where in self._open:
             error = request.error
@@ -178,7 +181,7 @@ class Envs:
                 still_open.append((request, where))
             elif where is None:
                 if isinstance(error, StateLost):
-                    lost, self._is_needless = True, False
+                    self._lost, self._is_needless = True, False
                     self._status[:] = 0
             elif error is None:
                 flags = 0 if request.reply is None else request.reply.flags
@@ -188,10 +191,9 @@ class Envs:
             else:
                 self._status[where] &= ~_ASKED
                 if isinstance(error, StateLost):
-                    lost = True
+                    self._lost = True
                     self._status[np.arange(len(self._status))[where][error.rows or slice(None)]] = 0
         self._open = still_open
-        return lost
 
     def _carry(self, where: Any, states: Any) -> None:
         """Keep states that came with a reply, or none if none came."""

@@ -184,6 +184,25 @@ def test_who_waits_for_a_worker_that_is_lost_or_stuck_moves(way):
     assert homes(pool)["w1"] == 2
 
 
+def test_a_worker_that_was_lost_and_comes_back_on_its_socket_gets_what_waited_for_it():
+    pool = Pool(queue_size=1)
+    a = pool.client("a")
+    worker = sticky_worker(pool, "w")
+    a.ask()
+    a.ask()
+    pool.turn()
+    pool.broker.worker_unreachable(worker.peer)  # its connection broke, and is made anew
+    worker.hello(sticky=True)
+    a.ask()
+    worker.ready()
+    for _ in range(3):
+        pool.turn()
+        worker.answer()
+    assert worker.who == [["a1"], ["a1"], ["a2"], ["a3"]]
+    assert pool.holds_nothing()
+    assert homes(pool) == {"w": 1}
+
+
 def test_a_worker_that_was_stuck_is_home_again_to_those_who_have_not_asked_since():
     pool, (a, _, c), (first, second) = at_home("abc", attempt_timeout=2.0)
     assert homes(pool) == {"w0": 2, "w1": 1}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from conftest import TESTS, Pool, wait_for
 
 from zmqrl import PolicyClient
@@ -319,6 +320,17 @@ def test_a_request_that_is_given_up_and_asked_again_advances_once(counting: Pool
     assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]
     client.submit(x, reset=False).cancel()
     assert client.infer(x, reset=[True, False])["counts"].tolist() == [1, 3]
+
+
+def test_a_request_that_could_not_be_sent_keeps_no_env_busy(counting: Pool) -> None:
+    start(counting, STICKY)
+    client = counting.client()
+    x = {"x": np.ones((2, 1))}
+    client.infer(x, reset=True)
+    client._connection._socket.close()
+    with pytest.raises(zmq.ZMQError):
+        client.infer(x, reset=False)
+    assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]
 
 
 def test_a_killed_worker_takes_its_states_with_it_and_the_client_is_told(counting: Pool) -> None:

@@ -39,8 +39,8 @@ class StickyQueues:
         """By client name. Whose worker is no longer live has none."""
         self._absent: dict[str, None] = {}
         """Names of clients that were lost, the latest last; they do not count as homes of a worker."""
-        self._queues: dict[bytes, Queue] = {}
-        """By worker, the requests of those at home there."""
+        self._queues: dict[Worker, Queue] = {}
+        """The requests of those at home at a worker. One that comes back on its socket is another one."""
         self._strangers = Queue()
         """The requests of clients without a home."""
         self._returned = Queue()
@@ -81,7 +81,7 @@ class StickyQueues:
     def take(self, worker: Worker, now: float) -> list[Request]:
         """The oldest requests of those at home at `worker`, and of new clients if it has room."""
         self._leave_the_lost()
-        own = self._queues.get(worker.peer, _EMPTY)
+        own = self._queues.get(worker, _EMPTY)
         room = self._room(worker)
         if not len(own) and not len(self._returned) and room <= 0:
             return []
@@ -103,7 +103,7 @@ class StickyQueues:
         """A full batch of those at home at `worker`."""
         if worker is None:
             return self._count >= self._cap()  # one queue cannot have more than all of them
-        return len(self._queues.get(worker.peer, _EMPTY)) >= self._cap()
+        return len(self._queues.get(worker, _EMPTY)) >= self._cap()
 
     def wake_at(self, now: float) -> float | None:
         """When the next of the partial batches that are held open must leave."""
@@ -179,7 +179,7 @@ class StickyQueues:
     def _queue_of(self, request: Request) -> Queue:
         home = self._homes.get(request.client.name)
         if home is not None:
-            return self._queues.setdefault(home.peer, Queue())
+            return self._queues.setdefault(home, Queue())
         return self._returned if request.avoid else self._strangers
 
     def _is_live(self, worker: Worker) -> bool:
@@ -204,7 +204,7 @@ class StickyQueues:
         self._homes[client.name] = worker
         worker.homes += 1
         if also:
-            self._queues.setdefault(worker.peer, Queue()).merge(also)
+            self._queues.setdefault(worker, Queue()).merge(also)
 
     def _move_out(self, name: str) -> None:
         home = self._homes.pop(name)
@@ -218,13 +218,9 @@ class StickyQueues:
         if self._live_at == self._peers.changes:
             return
         self._live_at = self._peers.changes
-        for peer in [peer for peer in self._queues if not self._serves(peer)]:
-            requests = list(self._queues.pop(peer).all())
+        for worker in [worker for worker in self._queues if not self._is_live(worker)]:
+            requests = list(self._queues.pop(worker).all())
             for name in {request.client.name for request in requests}:
                 self._move_out(name)
             for queue in (self._strangers, self._returned):
                 queue.merge([request for request in requests if self._queue_of(request) is queue])
-
-    def _serves(self, peer: bytes) -> bool:
-        worker = self._peers.workers.get(peer)
-        return worker is not None and not worker.quarantined
