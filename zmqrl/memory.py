@@ -40,6 +40,8 @@ class Ask(NamedTuple):
     where: Any = None
     steps: Any = None
     reset: Any = None
+    what: str = "the observation"
+    """What an error calls `tree` that is about its size."""
 
     def sent(self, request: Request) -> None:
         """Note that it was sent."""
@@ -121,13 +123,15 @@ class Envs:
             again = ~(reset | (status & _ANSWERED > 0))
             steps = self._steps[where] + ~again
             reset = reset | (again & (status & _RESET > 0))
+        what = "the observation"
         memory = {"key": self._keys, "reset": reset, "step": steps}
         if self._states is not None:
             every = self._are_all(where)
             self._is_shared |= every
             memory["state"] = self._states if every else _taken(self._states, where)
+            what = "the observation, with the states of its envs (see rollout.affinity),"
         tree = {"observation": observation, "memory": memory}
-        return Ask(tree, FLAG_MEMORY, lost, self, where, steps, reset)
+        return Ask(tree, FLAG_MEMORY, lost, self, where, steps, reset, what)
 
     def _find(self, ids: Any, rows: int) -> Any:
         """Where the envs of a request are; the keys are theirs then."""

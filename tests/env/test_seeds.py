@@ -14,6 +14,6 @@ def test_after_states_were_lost_each_env_begins_the_episode_that_it_has_not_play
     seeds = Seeds(base=100, first=0, total=2)
     for row in (0, 1, 0):
         seeds(row)
-    # Of row 0 the second episode is under way; row 1 has just ended its first, and begins in its next step.
+    # Of row 0 the second episode is under way; row 1 has ended its first, and resets next.
     seeds.begin_again([1, 1])
     assert [seeds(0), seeds(1)] == [102, 103]

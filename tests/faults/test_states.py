@@ -15,7 +15,7 @@ from conftest import TESTS, Pool, wait_for
 
 from zmqrl import PolicyClient
 from zmqrl.aio import AsyncPolicyClient
-from zmqrl.errors import PolicyError, RequestRefused, StateLost
+from zmqrl.errors import EncodeError, PolicyError, RequestRefused, StateLost
 
 STICKY = "rollout.affinity=sticky"
 NONE = "rollout.affinity=none"
@@ -320,6 +320,15 @@ def test_a_request_that_is_given_up_and_asked_again_advances_once(counting: Pool
     assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]
     client.submit(x, reset=False).cancel()
     assert client.infer(x, reset=[True, False])["counts"].tolist() == [1, 3]
+
+
+def test_states_that_are_too_large_to_be_carried_are_what_the_error_names(counting: Pool) -> None:
+    start(counting, NONE, 1, "broker.max_message_mb=4", width=50_000)
+    client = counting.client(max_message_mb=4)
+    x = {"x": np.ones((3, 40_000))}
+    client.infer(x, reset=True)
+    with pytest.raises(EncodeError, match=r"states of its envs \(see rollout.affinity\), has 4\.\d MiB"):
+        client.infer(x, reset=False)
 
 
 def test_a_request_that_could_not_be_sent_keeps_no_env_busy(counting: Pool) -> None:

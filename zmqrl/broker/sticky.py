@@ -40,7 +40,7 @@ class StickyQueues:
         self._absent: dict[str, None] = {}
         """Names of clients that were lost, the latest last; they do not count as homes of a worker."""
         self._queues: dict[Worker, Queue] = {}
-        """The requests of those at home at a worker. One that comes back on its socket is another one."""
+        """By worker, the requests of those at home there. Back on its old socket it is another one."""
         self._strangers = Queue()
         """The requests of clients without a home."""
         self._returned = Queue()

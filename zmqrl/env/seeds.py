@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 
 class Seeds:
@@ -30,7 +30,7 @@ class Seeds:
         """Begin with the first episodes again."""
         self._begun.clear()
 
-    def begin_again(self, played: Sequence[int]) -> None:
+    def begin_again(self, played: Iterable[int]) -> None:
         """Go on with the episodes under way: of each row, the one after so many that were played."""
         self._begun = {row: int(number) for row, number in enumerate(played)}
 

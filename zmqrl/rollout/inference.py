@@ -114,7 +114,7 @@ class Inference:
         more: dict[str, Any] = {} if valid_mask is None else {"valid_mask": valid_mask}
         if state is None:
             return check_output(policy.infer(observation, eval_mask, **more), rows, self._key), None
-        # The policy may write into its state, and replace what is in a dict: here stays what it was given.
+        # The policy may replace what is in a dict of its state; `state` stays what it was given.
         more["state"] = mapped(lambda leaf: leaf, state)
         result = policy.infer(observation, eval_mask, **more)
         output, new_state = output_and_state(result)
