@@ -13,7 +13,7 @@ import numpy as np
 
 from zmqrl.asking import Request
 from zmqrl.errors import StateLost
-from zmqrl.transport.header import FLAG_KEPT, FLAG_MEMORY
+from zmqrl.transport.header import FLAG_BEGINS, FLAG_KEPT, FLAG_MEMORY
 from zmqrl.transport.rows import layout, one_per_row
 from zmqrl.transport.tree import rows_of
 
@@ -72,7 +72,12 @@ class Memory:
         envs = self._envs.get((policy, stage))
         if envs is None:
             envs = self._envs[policy, stage] = Envs(self._number, stage)
-        return envs.ask(observation, reset, ids)
+        ask = envs.ask(observation, reset, ids)
+        if ask.flags & FLAG_BEGINS:
+            others = (e for (name, _), e in self._envs.items() if name == policy and e is not envs)
+            if any(other.have_begun for other in others):
+                ask = ask._replace(flags=ask.flags & ~FLAG_BEGINS)
+        return ask
 
 
 class Envs:
@@ -104,8 +109,13 @@ class Envs:
         """The envs of the last request: their numbers, or a slice if these are 0 … N - 1."""
         self._keys = np.zeros((0, 2), np.int64)
 
+    @property
+    def have_begun(self) -> bool:
+        """Whether any of them is in an episode."""
+        return bool(self._status.any())
+
     def ask(self, observation: Any, reset: Any, ids: Any) -> Ask:
-        """See `Memory.ask`."""
+        """See `Memory.ask`; `FLAG_BEGINS` is about these envs only."""
         self._settle()
         lost = self._lost
         if self._is_needless:
@@ -131,7 +141,10 @@ class Envs:
             memory["state"] = self._states if every else _taken(self._states, where)
             what = "the observation, with the states of its envs (see rollout.affinity),"
         tree = {"observation": observation, "memory": memory}
-        return Ask(tree, FLAG_MEMORY, lost, self, where, steps, reset, what)
+        flags = FLAG_MEMORY
+        if reset.all() and np.count_nonzero(self._status) == np.count_nonzero(status):
+            flags |= FLAG_BEGINS
+        return Ask(tree, flags, lost, self, where, steps, reset, what)
 
     def _find(self, ids: Any, rows: int) -> Any:
         """Where the envs of a request are; the keys are theirs then."""

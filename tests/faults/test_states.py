@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -320,6 +321,27 @@ def test_a_request_that_is_given_up_and_asked_again_advances_once(counting: Pool
     assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]
     client.submit(x, reset=False).cancel()
     assert client.infer(x, reset=[True, False])["counts"].tolist() == [1, 3]
+
+
+def test_a_worker_that_is_started_again_gets_its_share_of_the_envs_as_they_begin(counting: Pool) -> None:
+    start(counting, STICKY, 2)
+    clients = [counting.client() for _ in range(4)]
+    x = {"x": np.ones((2, 1))}
+    for client in clients:
+        client.infer(x, reset=True)
+    counting.kill("rollout-1")
+    for client in clients:
+        with contextlib.suppress(StateLost):
+            client.infer(x, reset=False)
+    counting.start_worker(1, overrides=(STICKY,))
+    counting.wait_for_workers(2)
+    assert counting.worker("rollout-0")["homes"] == 4
+    wait_for(lambda: counting.worker("rollout-1")["state"] == "idle", "the worker to be idle")
+    for client in clients:
+        assert client.infer(x, reset=True)["counts"].tolist() == [1, 1]
+    assert [counting.worker(name)["homes"] for name in ("rollout-0", "rollout-1")] == [2, 2]
+    for client in clients:
+        assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]
 
 
 def test_states_that_are_too_large_to_be_carried_are_what_the_error_names(counting: Pool) -> None:

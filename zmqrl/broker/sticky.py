@@ -23,7 +23,8 @@ class StickyQueues:
     by its name, gets a home when its first request is taken, by an idle worker that has fewer than
     ceil(clients / live workers) of those that ask. It keeps it over a new socket, until it says goodbye
     or its home is lost or stuck. Then it is like a new one, but what its home had in hand may go to any
-    worker.
+    worker. It is like a new one as well when it needs no state, and its home has two more than another
+    worker: one that was started again, for instance.
 
     Args:
         peers: Who asks for the policy, and who serves it.
@@ -62,6 +63,8 @@ class StickyQueues:
         """Take in a new request."""
         self._leave_the_lost()
         self._check_home(request.client.name)
+        if request.begins:
+            self._leave_the_crowd(request.client)
         self._queue_of(request).add(request)
         self._count += 1
 
@@ -138,7 +141,7 @@ class StickyQueues:
         """
         if not len(self._strangers):
             return 0
-        homes = [other.homes for other in self._peers.live_workers() if other.ready]
+        homes = [other.homes for other in self._ready_workers()]
         if not homes:
             return 0
         clients = min(sum(homes) + len(self._strangers), len(self._peers.clients))
@@ -195,6 +198,18 @@ class StickyQueues:
         elif name in self._absent:
             del self._absent[name]
             home.homes += 1
+
+    def _leave_the_crowd(self, client: Client) -> None:
+        """A client that asks for nothing else needs no state: it may have a home with fewer others."""
+        home = self._homes.get(client.name)
+        if home is None or len(client.requests) > 1:
+            return
+        least = min(other.homes for other in self._ready_workers())
+        if home.homes >= least + len(self._strangers) + 2:  # they are on their way there
+            self._move_out(client.name)
+
+    def _ready_workers(self) -> list[Worker]:
+        return [worker for worker in self._peers.live_workers() if worker.ready]
 
     def _move_in(self, client: Client, worker: Worker) -> None:
         """`worker` is the home of a client from now on; what the client asks besides waits for it."""
