@@ -10,7 +10,7 @@ import pytest
 from zmqrl.asking import Request
 from zmqrl.errors import EncodeError, PolicyTimeout, StateLost
 from zmqrl.memory import Ask, Memory
-from zmqrl.transport.header import FLAG_KEPT, FLAG_MEMORY, Header, Op
+from zmqrl.transport.header import FLAG_BEGINS, FLAG_KEPT, FLAG_MEMORY, Header, Op
 
 
 def observation(rows: int) -> dict[str, Any]:
@@ -107,6 +107,40 @@ def test_that_states_were_lost_is_told_to_the_next_request_of_the_stage() -> Non
     assert not client.send(1, False).lost
 
 
+def test_a_request_that_needs_no_state_at_all_says_so() -> None:
+    client = Client()
+
+    def begins(*args: Any, **options: Any) -> bool:
+        ask = client.send(*args, **options)
+        client.end()
+        return bool(ask.flags & FLAG_BEGINS)
+
+    assert begins(2, True)
+    assert not begins(2, [True, False])
+    assert not begins(1, True, ids=[1])  # env 0 goes on
+    assert begins(2, True)
+    assert begins(2, True, policy="other")
+    assert not begins(2, True, stage=1)
+    assert not begins(2, True)  # and now those of stage 1 do
+    client.send(2, False, stage=1)
+    client.end(error=StateLost("gone"))
+    assert begins(4, True, stage=1) is False
+    client.send(2, False)
+    client.end(error=StateLost("gone"))
+    client.send(4, False, stage=1)
+    client.end(error=StateLost("gone"))
+    assert not begins(2, True)  # that stage 1 has lost its own is seen when it asks
+    assert not begins(4, True, stage=1)
+
+
+def test_that_states_were_lost_is_told_until_a_request_is_sent() -> None:
+    client = Client()
+    client.send(1, True)
+    client.end(error=StateLost("gone"))
+    assert client.memory.ask(observation(1), True, None, 0, "").lost  # too large to be sent, say
+    assert client.send(1, True).lost
+
+
 @pytest.mark.parametrize(
     ("reset", "ids", "message"),
     [
@@ -195,5 +229,5 @@ def test_a_policy_that_keeps_no_states_is_not_told_again_until_it_is_another() -
     with pytest.raises(ValueError, match="row 0"):
         client.send(2, False)
     ask = client.send(2, True)
-    assert ask.flags == FLAG_MEMORY
+    assert ask.flags & FLAG_MEMORY
     assert ask.tree["memory"]["step"].tolist() == [1, 1]

@@ -139,7 +139,11 @@ def checked_place(rank: Optional[int], world_size: Optional[int]) -> Dict[str, i
 
 
 def encoded_observation(
-    observation: Any, copy: bool, simulators: Optional[int], max_message_mb: int
+    observation: Any,
+    copy: bool,
+    simulators: Optional[int],
+    max_message_mb: int,
+    what: str = "the observation",
 ) -> Tuple[Encoded, int]:
     """An observation, ready to send, and its rows.
 
@@ -148,6 +152,7 @@ def encoded_observation(
         copy: Copy large arrays now.
         simulators: How many there are, and therefore rows; None for any number.
         max_message_mb: Mebibytes that it may have.
+        what: What an error calls it that is about its size.
 
     Raises:
         EncodeError: It holds what cannot be sent, or too much, or rows that differ.
@@ -164,11 +169,9 @@ def encoded_observation(
         raise EncodeError("the observation has no rows: there is nothing to act on")
     size = len(parts.meta) + sum(map(len, parts.buffers))
     if size > (max_message_mb << 20) - HEADER_SIZE:
-        raise EncodeError(
-            f"the observation has {size / 2**20:.1f} MiB; max_message_mb is {max_message_mb}"
-        )
+        raise EncodeError(f"{what} has {size / 2**20:.1f} MiB; max_message_mb is {max_message_mb}")
     if len(parts.buffers) > MAX_FRAMES:
-        raise EncodeError(f"the observation has {len(parts.buffers)} large arrays; {MAX_FRAMES} go")
+        raise EncodeError(f"{what} has {len(parts.buffers)} large arrays; {MAX_FRAMES} go")
     return parts, rows
 
 

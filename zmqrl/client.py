@@ -234,12 +234,14 @@ class PolicyClient:
         simulators = None if policy else self._rows
         if not 0 <= stage < 256:
             raise ValueError(f"stage must be in 0 … 255, not {stage!r}")
-        ask, tree = None, observation
+        ask, tree, what = None, observation, "the observation"
         if reset is not None:
             with self._exclusive():
                 ask = self._memory.ask(observation, reset, ids, stage, policy)
-            tree = ask.tree
-        parts, rows = encoded_observation(tree, copy and not borrowed, simulators, self._max_message_mb)
+            tree, what = ask.tree, ask.what
+        parts, rows = encoded_observation(
+            tree, copy and not borrowed, simulators, self._max_message_mb, what
+        )
         deadline = time.monotonic() + seconds
         recorded = self._recording is not None and chosen == "train" and not policy
         with self._exclusive() as connection:
@@ -264,10 +266,10 @@ class PolicyClient:
                 version,
             )
             self._next_id += 1
-            if ask is not None:
-                ask.sent(request)
             request.policy = policy
             connection.start(request)
+            if ask is not None:
+                ask.sent(request)  # not before: what was never sent would stay under way
             pending = Pending(self._exclusive, connection, request)
             if recorded:
                 self._latest[stage] = pending

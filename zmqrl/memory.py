@@ -13,7 +13,7 @@ import numpy as np
 
 from zmqrl.asking import Request
 from zmqrl.errors import StateLost
-from zmqrl.transport.header import FLAG_KEPT, FLAG_MEMORY
+from zmqrl.transport.header import FLAG_BEGINS, FLAG_KEPT, FLAG_MEMORY
 from zmqrl.transport.rows import layout, one_per_row
 from zmqrl.transport.tree import rows_of
 
@@ -40,6 +40,8 @@ class Ask(NamedTuple):
     where: Any = None
     steps: Any = None
     reset: Any = None
+    what: str = "the observation"
+    """What an error calls `tree` that is about its size."""
 
     def sent(self, request: Request) -> None:
         """Note that it was sent."""
@@ -70,7 +72,12 @@ class Memory:
         envs = self._envs.get((policy, stage))
         if envs is None:
             envs = self._envs[policy, stage] = Envs(self._number, stage)
-        return envs.ask(observation, reset, ids)
+        ask = envs.ask(observation, reset, ids)
+        if ask.flags & FLAG_BEGINS:
+            others = (e for (name, _), e in self._envs.items() if name == policy and e is not envs)
+            if any(other.have_begun for other in others):
+                ask = ask._replace(flags=ask.flags & ~FLAG_BEGINS)
+        return ask
 
 
 class Envs:
@@ -86,6 +93,8 @@ class Envs:
         self._stage = stage
         self._is_needless = False
         """Whether the policy keeps no states, as far as is known."""
+        self._lost = False
+        """Whether a request was told that states are lost, and none was sent since."""
         self._steps = np.full(0, -1, np.int64)
         """The number of the last request about each env."""
         self._status = np.zeros(0, np.int8)
@@ -100,9 +109,15 @@ class Envs:
         """The envs of the last request: their numbers, or a slice if these are 0 … N - 1."""
         self._keys = np.zeros((0, 2), np.int64)
 
+    @property
+    def have_begun(self) -> bool:
+        """Whether any of them is in an episode."""
+        return bool(self._status.any())
+
     def ask(self, observation: Any, reset: Any, ids: Any) -> Ask:
-        """See `Memory.ask`."""
-        lost = self._settle()
+        """See `Memory.ask`; `FLAG_BEGINS` is about these envs only."""
+        self._settle()
+        lost = self._lost
         if self._is_needless:
             return Ask(observation, 0, lost, self)
         rows = rows_of(observation)
@@ -118,13 +133,18 @@ class Envs:
             again = ~(reset | (status & _ANSWERED > 0))
             steps = self._steps[where] + ~again
             reset = reset | (again & (status & _RESET > 0))
+        what = "the observation"
         memory = {"key": self._keys, "reset": reset, "step": steps}
         if self._states is not None:
             every = self._are_all(where)
             self._is_shared |= every
             memory["state"] = self._states if every else _taken(self._states, where)
+            what = "the observation, with the states of its envs (see rollout.affinity),"
         tree = {"observation": observation, "memory": memory}
-        return Ask(tree, FLAG_MEMORY, lost, self, where, steps, reset)
+        flags = FLAG_MEMORY
+        if reset.all() and np.count_nonzero(self._status) == np.count_nonzero(status):
+            flags |= FLAG_BEGINS
+        return Ask(tree, flags, lost, self, where, steps, reset, what)
 
     def _find(self, ids: Any, rows: int) -> Any:
         """Where the envs of a request are; the keys are theirs then."""
@@ -160,17 +180,17 @@ class Envs:
     def note(self, request: Request, ask: Ask) -> None:
         """Note that a request was sent."""
         self._open.append((request, ask.where))
+        self._lost = False
         if ask.where is None:
             request.leaves_memory_out = True
             return
         self._steps[ask.where] = ask.steps
         self._status[ask.where] = np.where(ask.reset, _BEGUN | _ASKED | _RESET, _BEGUN | _ASKED)
 
-    def _settle(self) -> bool:
-        """Note how requests have ended; returns whether states were lost."""
+    def _settle(self) -> None:
+        """Note how requests have ended."""
         if not self._open:
-            return False
-        lost = False
+            return
         still_open = []
         for request, where in self._open:
             error = request.error
@@ -178,7 +198,7 @@ class Envs:
                 still_open.append((request, where))
             elif where is None:
                 if isinstance(error, StateLost):
-                    lost, self._is_needless = True, False
+                    self._lost, self._is_needless = True, False
                     self._status[:] = 0
             elif error is None:
                 flags = 0 if request.reply is None else request.reply.flags
@@ -188,10 +208,9 @@ class Envs:
             else:
                 self._status[where] &= ~_ASKED
                 if isinstance(error, StateLost):
-                    lost = True
+                    self._lost = True
                     self._status[np.arange(len(self._status))[where][error.rows or slice(None)]] = 0
         self._open = still_open
-        return lost
 
     def _carry(self, where: Any, states: Any) -> None:
         """Keep states that came with a reply, or none if none came."""

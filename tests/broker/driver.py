@@ -156,7 +156,7 @@ class FakeClient:
         obs = np.full((rows, size), request_id, np.float32)
         encoded = encode({"who": [self.name, request_id], "obs": obs})
         if header.pop("eval", False):
-            header["flags"] = FLAG_EVAL
+            header["flags"] = header.get("flags", 0) | FLAG_EVAL
         head = Header(
             Op.INFER,
             request_id=request_id,

@@ -9,7 +9,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from zmqrl.transport.header import FLAG_EVAL, HEADER_SIZE, Header, Op, join_batch, policy_id_of
+from zmqrl.transport.header import (
+    FLAG_BEGINS,
+    FLAG_EVAL,
+    HEADER_SIZE,
+    Header,
+    Op,
+    join_batch,
+    policy_id_of,
+)
 
 MOST_CLIENTS = 5
 MOST_WORKERS = 5
@@ -139,13 +147,24 @@ class PoolMachine(RuleBasedStateMachine):
         rows=st.integers(1, 3),
         size=st.sampled_from([2, 4096]),
         is_eval=st.booleans(),
+        begins=st.booleans(),
         stage=st.integers(0, 1),
         policy=POLICY,
         budget=st.sampled_from([600.0, 600.0, 600.0, 2.0, 0.25]),
     )
-    def client_asks(self, pick, count, rows, size, is_eval, stage, policy, budget):
+    def client_asks(self, pick, count, rows, size, is_eval, begins, stage, policy, budget):
         client = self.client(pick)
-        request = {"rows": rows, "size": size, "eval": is_eval, "stage": stage, "policy": policy}
+        if begins and not client.owed:
+            self.homes.pop((policy, client.fake.name), None)  # it may move, or not
+        flags = FLAG_BEGINS if begins else 0
+        request = {
+            "flags": flags,
+            "rows": rows,
+            "size": size,
+            "eval": is_eval,
+            "stage": stage,
+            "policy": policy,
+        }
         for _ in range(count):
             before = self.pool.counters["overloaded"]
             request_id = client.fake.ask(**request, budget=budget)

@@ -3,7 +3,7 @@
 import pytest
 from driver import STEP, Pool
 
-from zmqrl.transport.header import Op
+from zmqrl.transport.header import FLAG_BEGINS, Op
 
 
 def sticky_worker(pool, name, **hello):
@@ -182,6 +182,62 @@ def test_who_waits_for_a_worker_that_is_lost_or_stuck_moves(way):
         second.answer()
     assert second.who == [["a2"], ["a3"]]
     assert homes(pool)["w1"] == 2
+
+
+def test_a_worker_that_is_started_again_gets_clients_that_need_no_state():
+    pool, clients, (first, second) = at_home("abcdef")
+    second.lose()
+    again = sticky_worker(pool, "w1")
+    workers = [first, again]
+
+    def ask(clients, **request):
+        for client in clients:
+            client.ask(**request)
+        for _ in clients:
+            pool.turn()
+            for worker in workers:
+                if worker.batches:
+                    worker.answer()
+        return {name: count for name, count in homes(pool).items() if name in ("w0", "w1")}
+
+    stayed = [client for client in clients if client.name in "ace"]
+    moved = [client for client in clients if client.name in "bdf"]
+    assert ask(stayed) == {"w0": 3, "w1": 0}
+    assert ask(stayed[:2]) == {"w0": 3, "w1": 0}
+    assert ask(stayed, flags=FLAG_BEGINS) == {"w0": 2, "w1": 1}
+    assert ask(stayed, flags=FLAG_BEGINS) == {"w0": 2, "w1": 1}
+    assert ask(moved) == {"w0": 3, "w1": 3}
+
+
+def test_a_client_that_has_another_request_under_way_stays():
+    pool, (a, b), (first,) = at_home(workers=1)
+    again = sticky_worker(pool, "w1")
+    a.ask()
+    a.ask(flags=FLAG_BEGINS)
+    pool.turn()
+    assert (first.who, again.who) == ([["a2"]], [])
+    b.ask(flags=FLAG_BEGINS)
+    pool.turn()
+    assert again.who == [["b2"]]
+
+
+def test_a_worker_that_was_lost_and_comes_back_on_its_socket_gets_what_waited_for_it():
+    pool = Pool(queue_size=1)
+    a = pool.client("a")
+    worker = sticky_worker(pool, "w")
+    a.ask()
+    a.ask()
+    pool.turn()
+    pool.broker.worker_unreachable(worker.peer)  # its connection broke, and is made anew
+    worker.hello(sticky=True)
+    a.ask()
+    worker.ready()
+    for _ in range(3):
+        pool.turn()
+        worker.answer()
+    assert worker.who == [["a1"], ["a1"], ["a2"], ["a3"]]
+    assert pool.holds_nothing()
+    assert homes(pool) == {"w": 1}
 
 
 def test_a_worker_that_was_stuck_is_home_again_to_those_who_have_not_asked_since():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from conftest import TESTS, Pool, wait_for
 
 from zmqrl import PolicyClient
 from zmqrl.aio import AsyncPolicyClient
-from zmqrl.errors import PolicyError, RequestRefused, StateLost
+from zmqrl.errors import EncodeError, PolicyError, RequestRefused, StateLost
 
 STICKY = "rollout.affinity=sticky"
 NONE = "rollout.affinity=none"
@@ -319,6 +321,47 @@ def test_a_request_that_is_given_up_and_asked_again_advances_once(counting: Pool
     assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]
     client.submit(x, reset=False).cancel()
     assert client.infer(x, reset=[True, False])["counts"].tolist() == [1, 3]
+
+
+def test_a_worker_that_is_started_again_gets_its_share_of_the_envs_as_they_begin(counting: Pool) -> None:
+    start(counting, STICKY, 2)
+    clients = [counting.client() for _ in range(4)]
+    x = {"x": np.ones((2, 1))}
+    for client in clients:
+        client.infer(x, reset=True)
+    counting.kill("rollout-1")
+    for client in clients:
+        with contextlib.suppress(StateLost):
+            client.infer(x, reset=False)
+    counting.start_worker(1, overrides=(STICKY,))
+    counting.wait_for_workers(2)
+    assert counting.worker("rollout-0")["homes"] == 4
+    wait_for(lambda: counting.worker("rollout-1")["state"] == "idle", "the worker to be idle")
+    for client in clients:
+        assert client.infer(x, reset=True)["counts"].tolist() == [1, 1]
+    assert [counting.worker(name)["homes"] for name in ("rollout-0", "rollout-1")] == [2, 2]
+    for client in clients:
+        assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]
+
+
+def test_states_that_are_too_large_to_be_carried_are_what_the_error_names(counting: Pool) -> None:
+    start(counting, NONE, 1, "broker.max_message_mb=4", width=50_000)
+    client = counting.client(max_message_mb=4)
+    x = {"x": np.ones((3, 40_000))}
+    client.infer(x, reset=True)
+    with pytest.raises(EncodeError, match=r"states of its envs \(see rollout.affinity\), has 4\.\d MiB"):
+        client.infer(x, reset=False)
+
+
+def test_a_request_that_could_not_be_sent_keeps_no_env_busy(counting: Pool) -> None:
+    start(counting, STICKY)
+    client = counting.client()
+    x = {"x": np.ones((2, 1))}
+    client.infer(x, reset=True)
+    client._connection._socket.close()
+    with pytest.raises(zmq.ZMQError):
+        client.infer(x, reset=False)
+    assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]
 
 
 def test_a_killed_worker_takes_its_states_with_it_and_the_client_is_told(counting: Pool) -> None:

@@ -167,6 +167,15 @@ def test_outputs_of_several_forms_and_of_text_are_kept_side_by_side() -> None:
     assert answer["more"]["x"].all()
 
 
+def test_a_kept_text_that_is_longer_than_those_of_the_batch_is_not_cut() -> None:
+    bank = StateBank(1 << 20)
+    output = {"actions": np.array(["straight on"])}
+    bank.keep([key(0)], np.zeros(1, int), 1, output, state(np.zeros(1, np.int64)))
+    blank = {"actions": np.array(["left", "left"])}
+    answer = bank.with_outputs(blank, np.array([1]), find(bank, [0], [0]).slots)
+    assert answer["actions"].tolist() == ["left", "straight on"]
+
+
 def test_of_many_forms_of_outputs_the_oldest_are_forgotten_but_no_state() -> None:
     bank = StateBank(1 << 20)
     for number in range(8):

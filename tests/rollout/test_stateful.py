@@ -194,6 +194,7 @@ class Wrong:
         (Wrong({"h": np.zeros((2, 4))}), r"has float64\[4\] at 'h', but it was given .* float64\[1\]"),
         (Wrong({"h": np.zeros((2, 1), int)}), r"has int64\[1\] at 'h'"),
         (Wrong({"c": np.zeros((2, 1))}), "has nothing at 'h'"),
+        (Wrong({"h": torch.zeros(2, 1, dtype=torch.float64)}), r"has torch.float64\[1\] at 'h'"),
         (Wrong({"h": np.zeros((2, 1))}, np.zeros(())), r"initial_state has an array of shape \[\]"),
         (Wrong({"h": np.zeros((2, 1))}, "zero"), "initial_state holds a str"),
     ],
@@ -202,6 +203,45 @@ class Wrong:
 def test_a_wrong_state_is_an_error_that_says_what_is_wrong(policy: Any, message: str) -> None:
     with pytest.raises(PolicyOutputError, match=message):
         run_once(policy)
+
+
+def test_a_policy_that_puts_more_into_its_state_than_it_was_given_is_told_so() -> None:
+    class Hoards(Wrong):
+        def infer(self, observation: Any, eval_mask: np.ndarray, state: Any) -> Any:
+            state["more"] = observation["x"]
+            return np.zeros(len(eval_mask)), state
+
+    with pytest.raises(PolicyOutputError, match=r"new state has float32\[3\] at 'more'"):
+        run_once(Hoards(None))
+
+
+def test_an_initial_state_of_another_shape_than_those_before_is_refused() -> None:
+    """A narrower one would be spread over the places of those that are kept."""
+
+    class Shrinks:
+        width = 4
+
+        def initial_state(self, rows: int) -> Any:
+            return np.ones((rows, self.width))
+
+        def infer(self, observation: Any, eval_mask: np.ndarray, state: Any) -> Any:
+            return np.zeros(len(eval_mask)), state
+
+    policy, states = Shrinks(), States(1)
+    inference = Inference(PolicyVersions(policy), "actions")
+
+    def step(number: int, *reset: bool) -> None:
+        recall = states.recall([memory([0, 1], [number] * 2, list(reset))])
+        made = inference.run([{"x": np.zeros((2, 3))}], [2], [True], 0, recall)
+        recall.answer(made.output, made.version, made.state)
+        recall.commit()
+
+    step(0, True, True)
+    policy.width = 1
+    for reset in ([True, True], [True, False]):
+        with pytest.raises(PolicyOutputError, match=r"initial_state has float64\[1\] .* float64\[4\]"):
+            step(1, *reset)
+    step(1, False, False)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from zmqrl.broker.records import (
 )
 from zmqrl.broker.scheduling import Limits
 from zmqrl.transport.codec import encode_meta
-from zmqrl.transport.header import FLAG_EVAL, Header, Op
+from zmqrl.transport.header import FLAG_BEGINS, FLAG_EVAL, Header, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ class Pool:
             now,
             now + header.budget_ms / 1000,
             in_lane,
+            begins=header.flags & FLAG_BEGINS != 0,
         )
         self._next_slot = slot + 1
         self.requests[slot] = client.requests[request.request_id] = request

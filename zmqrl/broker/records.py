@@ -100,6 +100,8 @@ class Request:
     """One line for each attempt that failed."""
     released: bool = False
     """Normal mode: its barrier has opened, so it need not wait for others again."""
+    begins: bool = False
+    """Whether it needs no state that is kept for its client."""
     avoid: frozenset[str] = frozenset()
     """Names of the workers that were lost with it."""
 

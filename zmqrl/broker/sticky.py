@@ -23,7 +23,8 @@ class StickyQueues:
     by its name, gets a home when its first request is taken, by an idle worker that has fewer than
     ceil(clients / live workers) of those that ask. It keeps it over a new socket, until it says goodbye
     or its home is lost or stuck. Then it is like a new one, but what its home had in hand may go to any
-    worker.
+    worker. It is like a new one as well when it needs no state, and its home has two more than another
+    worker: one that was started again, for instance.
 
     Args:
         peers: Who asks for the policy, and who serves it.
@@ -39,8 +40,8 @@ class StickyQueues:
         """By client name. Whose worker is no longer live has none."""
         self._absent: dict[str, None] = {}
         """Names of clients that were lost, the latest last; they do not count as homes of a worker."""
-        self._queues: dict[bytes, Queue] = {}
-        """By worker, the requests of those at home there."""
+        self._queues: dict[Worker, Queue] = {}
+        """By worker, the requests of those at home there. Back on its old socket it is another one."""
         self._strangers = Queue()
         """The requests of clients without a home."""
         self._returned = Queue()
@@ -62,6 +63,8 @@ class StickyQueues:
         """Take in a new request."""
         self._leave_the_lost()
         self._check_home(request.client.name)
+        if request.begins:
+            self._leave_the_crowd(request.client)
         self._queue_of(request).add(request)
         self._count += 1
 
@@ -81,7 +84,7 @@ class StickyQueues:
     def take(self, worker: Worker, now: float) -> list[Request]:
         """The oldest requests of those at home at `worker`, and of new clients if it has room."""
         self._leave_the_lost()
-        own = self._queues.get(worker.peer, _EMPTY)
+        own = self._queues.get(worker, _EMPTY)
         room = self._room(worker)
         if not len(own) and not len(self._returned) and room <= 0:
             return []
@@ -103,7 +106,7 @@ class StickyQueues:
         """A full batch of those at home at `worker`."""
         if worker is None:
             return self._count >= self._cap()  # one queue cannot have more than all of them
-        return len(self._queues.get(worker.peer, _EMPTY)) >= self._cap()
+        return len(self._queues.get(worker, _EMPTY)) >= self._cap()
 
     def wake_at(self, now: float) -> float | None:
         """When the next of the partial batches that are held open must leave."""
@@ -138,7 +141,7 @@ class StickyQueues:
         """
         if not len(self._strangers):
             return 0
-        homes = [other.homes for other in self._peers.live_workers() if other.ready]
+        homes = [other.homes for other in self._ready_workers()]
         if not homes:
             return 0
         clients = min(sum(homes) + len(self._strangers), len(self._peers.clients))
@@ -179,7 +182,7 @@ class StickyQueues:
     def _queue_of(self, request: Request) -> Queue:
         home = self._homes.get(request.client.name)
         if home is not None:
-            return self._queues.setdefault(home.peer, Queue())
+            return self._queues.setdefault(home, Queue())
         return self._returned if request.avoid else self._strangers
 
     def _is_live(self, worker: Worker) -> bool:
@@ -196,6 +199,18 @@ class StickyQueues:
             del self._absent[name]
             home.homes += 1
 
+    def _leave_the_crowd(self, client: Client) -> None:
+        """A client that asks for nothing else needs no state: it may have a home with fewer others."""
+        home = self._homes.get(client.name)
+        if home is None or len(client.requests) > 1:
+            return
+        least = min(other.homes for other in self._ready_workers())
+        if home.homes >= least + len(self._strangers) + 2:  # they are on their way there
+            self._move_out(client.name)
+
+    def _ready_workers(self) -> list[Worker]:
+        return [worker for worker in self._peers.live_workers() if worker.ready]
+
     def _move_in(self, client: Client, worker: Worker) -> None:
         """`worker` is the home of a client from now on; what the client asks besides waits for it."""
         also = [r for r in client.requests.values() if r in self._strangers or r in self._returned]
@@ -204,7 +219,7 @@ class StickyQueues:
         self._homes[client.name] = worker
         worker.homes += 1
         if also:
-            self._queues.setdefault(worker.peer, Queue()).merge(also)
+            self._queues.setdefault(worker, Queue()).merge(also)
 
     def _move_out(self, name: str) -> None:
         home = self._homes.pop(name)
@@ -218,13 +233,9 @@ class StickyQueues:
         if self._live_at == self._peers.changes:
             return
         self._live_at = self._peers.changes
-        for peer in [peer for peer in self._queues if not self._serves(peer)]:
-            requests = list(self._queues.pop(peer).all())
+        for worker in [worker for worker in self._queues if not self._is_live(worker)]:
+            requests = list(self._queues.pop(worker).all())
             for name in {request.client.name for request in requests}:
                 self._move_out(name)
             for queue in (self._strangers, self._returned):
                 queue.merge([request for request in requests if self._queue_of(request) is queue])
-
-    def _serves(self, peer: bytes) -> bool:
-        worker = self._peers.workers.get(peer)
-        return worker is not None and not worker.quarantined

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class Seeds:
     """One seed for each env and episode.
@@ -28,10 +30,9 @@ class Seeds:
         """Begin with the first episodes again."""
         self._begun.clear()
 
-    def repeat(self) -> None:
-        """Begin with the episodes under way again."""
-        for row, number in self._begun.items():
-            self._begun[row] = number - 1
+    def begin_again(self, played: Iterable[int]) -> None:
+        """Go on with the episodes under way: of each row, the one after so many that were played."""
+        self._begun = {row: int(number) for row, number in enumerate(played)}
 
 
 def no_seed(row: int) -> None:

@@ -40,21 +40,22 @@ class Stage:
     def restart(self) -> None:
         """Begin to count anew: no row has played an episode."""
         rows = self.shard.num_envs
-        self._played = np.zeros(rows, dtype=np.int64)
+        self.played = np.zeros(rows, dtype=np.int64)
+        """The episodes that each row has played."""
         self._return = np.zeros(rows)
         self._length = np.zeros(rows, dtype=np.int64)
         self._success_once = np.zeros(rows, dtype=bool)
 
     def begin_again(self) -> int:
         """Drop what is counted of the episodes under way, and return their number."""
-        going_on = self._played < self._quota if self._quota is not None else self._played >= 0
+        going_on = self.played < self._quota if self._quota is not None else self.played >= 0
         self._return[:] = self._length[:] = 0
         self._success_once[:] = False
         return int(going_on.sum())
 
     def finished(self) -> bool:
         """Whether every row has played its episodes."""
-        return self._quota is not None and bool((self._played >= self._quota).all())
+        return self._quota is not None and bool((self.played >= self._quota).all())
 
     def account(self, step: Step) -> list[Episode]:
         """Count a step; rows that have played their episodes are stepped on but no longer counted.
@@ -74,10 +75,10 @@ class Stage:
         ended = []
         for place in np.flatnonzero(step.terminated | step.truncated):
             row = int(rows[place])
-            if self._quota is None or self._played[row] < self._quota:
+            if self._quota is None or self.played[row] < self._quota:
                 success = None if step.success is None else bool(step.success[place])
                 ended.append(self._episode(row, success))
-            self._played[row] += 1
+            self.played[row] += 1
             self._return[row] = self._length[row] = 0
             self._success_once[row] = False
         return ended
@@ -85,7 +86,7 @@ class Stage:
     def _episode(self, row: int, success: bool | None) -> Episode:
         return Episode(
             env=self.first_env + row,
-            number=int(self._played[row]),
+            number=int(self.played[row]),
             total_return=float(self._return[row]),
             length=int(self._length[row]),
             success_once=None if success is None else bool(self._success_once[row]),

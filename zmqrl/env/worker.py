@@ -296,7 +296,7 @@ class EnvWorker:
         if self._recording is not None:
             self._recording.abandon(stage.index)
         if self._seeds:
-            self._seeds[stage.index].repeat()
+            self._seeds[stage.index].begin_again(stage.played)
         begin = time.perf_counter()
         observation = stage.shard.reset()
         self.report.totals.count_reset(time.perf_counter() - begin)

@@ -97,6 +97,10 @@ class StateBank:
         lost = ~(repeated | reset | (is_kept & (behind == 1)))
         return Found(slots, repeated, lost)
 
+    def one_state(self) -> Any:
+        """A row, whatever is in it, of the form that all states have; None before the first is kept."""
+        return None if self._states is None else self._states.take(np.zeros(1, np.int64))
+
     def states(self, slots: Slots) -> Any:
         """The states of rows that are kept, a tree of copies [N, ...]."""
         assert self._states is not None
@@ -113,7 +117,9 @@ class StateBank:
             chosen = self._kinds[slots] == kind
             if chosen.any():
                 try:
-                    put(output, rows[chosen], store.take(slots[chosen]))
+                    kept = store.take(slots[chosen])
+                    output = mapped(_wide_enough, output, kept)
+                    put(output, rows[chosen], kept)
                 except (KeyError, ValueError, TypeError) as error:
                     raise PolicyOutputError(f"the output of a repeated step differs: {error}") from error
         return mapped(lambda leaf: leaf.tolist() if _is_text(leaf) else leaf, output)
@@ -294,6 +300,13 @@ def copied(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf.clone()
 
 
+def _wide_enough(leaf: np.ndarray, other: Any) -> np.ndarray:
+    """An array of a dtype that holds another's values as well: longer texts, for instance."""
+    if _is_list(other) or leaf.dtype == other.dtype:
+        return leaf
+    return leaf.astype(np.result_type(leaf, other))
+
+
 def form_of(tree: Any, path: str = "") -> dict[str, str]:
     """The leaves of a tree, by path, and what a row of each is, in words."""
     if isinstance(tree, dict):
@@ -308,7 +321,7 @@ def form_of(tree: Any, path: str = "") -> dict[str, str]:
         return form
     if _is_list(tree):
         return {path: "text"}
-    return {path: f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape[1:])}"}
+    return {path: f"{tree.dtype}{list(tree.shape[1:])}"}
 
 
 def quick_form_of(tree: Any) -> Hashable:

@@ -114,8 +114,8 @@ class Inference:
         more: dict[str, Any] = {} if valid_mask is None else {"valid_mask": valid_mask}
         if state is None:
             return check_output(policy.infer(observation, eval_mask, **more), rows, self._key), None
-        # The policy may write into its state; its form is all that is looked at later.
-        more["state"] = state
+        # The policy may replace what is in a dict of its state; `state` stays what it was given.
+        more["state"] = mapped(lambda leaf: leaf, state)
         result = policy.infer(observation, eval_mask, **more)
         output, new_state = output_and_state(result)
         check_state(new_state, state, rows)

@@ -177,15 +177,22 @@ class _Kept:
         if self._goes_on:
             state = self._bank.states(self._found.slots)
         elif len(fresh) == count:
-            state = mapped(copied, initial_state(policy, count))
+            state = mapped(copied, self._initial_state(policy, count))
         else:
             slots = self._found.slots
             if len(fresh):
                 slots = np.where(slots < 0, slots.max(), slots)  # any will do: they are written over
             state = self._bank.states(slots)
             if len(fresh):
-                put(state, fresh, initial_state(policy, len(fresh)))
+                put(state, fresh, self._initial_state(policy, len(fresh)))
         return _padded(state, count, padding)
+
+    def _initial_state(self, policy: Any, rows: int) -> Any:
+        state, kept = initial_state(policy, rows), self._bank.one_state()
+        if kept is not None:
+            # What has another shape may fit all the same, into another place.
+            _check_form(state, kept, "initial_state", "the states that are kept have")
+        return state
 
     def answer(self, output: dict[str, Any], version: int, new_state: Any) -> dict[str, Any]:
         self._result = (output, version, new_state)
@@ -276,12 +283,16 @@ def check_state(state: Any, before: Any, rows: int) -> None:
     if _is_alike(state, before):
         return
     mapped(lambda leaf: _check_rows(leaf, rows, "new state"), state)
-    form, initial = form_of(state), form_of(before)
-    for path in [*initial, *form]:
-        here, there = form.get(path), initial.get(path)
+    _check_form(state, before, "new state", "it was given one with")
+
+
+def _check_form(state: Any, like: Any, what: str, others: str) -> None:
+    form, right = form_of(state), form_of(like)
+    for path in [*right, *form]:
+        here, there = form.get(path), right.get(path)
         if here != there:
             raise PolicyOutputError(
-                f"the policy's new state has {here or 'nothing'} {_at(path)}, but it was given one with "
+                f"the policy's {what} has {here or 'nothing'} {_at(path)}, but {others} "
                 f"{there or 'nothing'} there"
             )
 

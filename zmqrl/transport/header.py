@@ -75,6 +75,9 @@ beside the output stands the state of the rows, for the next request."""
 FLAG_KEPT = 16
 """REPLY: the worker keeps the state of the rows."""
 
+FLAG_BEGINS = 32
+"""INFER: it needs no state that a worker may keep for its client: all envs begin an episode."""
+
 _MARK = MAGIC + bytes([VERSION])
 """What every message of this version begins with."""
 
