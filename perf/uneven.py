@@ -9,16 +9,16 @@ SIGTERM. Nothing here computes, so that a small machine has time for as many as 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 if __name__ == "__main__":
-    sys.path[:1] = [str(Path(__file__).resolve().parent.parent)]
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 class Sleeping:
@@ -56,22 +56,16 @@ def counting(file: str, place: int, seconds: float = 0.0) -> Any:
 def main() -> None:
     """Fork the env workers, and wait for them."""
     import gymnasium  # noqa: F401 (once, not in each process)
+    from forked import fork_each
 
     from zmqrl import config
     from zmqrl.env.worker import EnvWorker
-    from zmqrl.process import StopSignal, tie_to_launcher
 
-    tie_to_launcher()
-    stop = StopSignal(patience_s=60).install()  # a machine may have other things to do
-    children = []
-    for rank, overrides in json.loads(sys.argv[1]):
-        pid = os.fork()
-        if pid == 0:
-            EnvWorker(config.load(None, overrides), "train", rank, stop).run()
-            return
-        children.append(pid)
-    statuses = [os.waitpid(pid, 0)[1] for pid in children]
-    sys.exit(any(statuses))
+    def step(part: tuple[int, list[str]], stop: Callable[[], bool]) -> None:
+        rank, overrides = part
+        EnvWorker(config.load(None, overrides), "train", rank, stop).run()
+
+    fork_each(json.loads(sys.argv[1]), step)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parent.parent)]
 
+from forked import fork_each
+
 from faults.load import Ledger, Load
 from zmqrl import errors
-from zmqrl.process import StopSignal, tie_to_launcher
+from zmqrl.process import StopSignal
 
 _EVERY = 0.25
 
@@ -63,18 +65,9 @@ def _say(ledger: Ledger) -> None:
 def main() -> None:
     """Fork the processes, and wait for them."""
     options = json.loads(sys.argv[1])
-    tie_to_launcher()
-    stop = StopSignal(patience_s=60).install()
     endpoint, first = options.pop("endpoint"), options.pop("first")
-    children = []
-    for number in range(first, first + options.pop("processes")):
-        pid = os.fork()  # before there is any socket
-        if pid == 0:
-            _ask(number, endpoint, stop, options)
-            return
-        children.append(pid)
-    statuses = [os.waitpid(pid, 0)[1] for pid in children]
-    sys.exit(any(statuses))
+    numbers = range(first, first + options.pop("processes"))
+    fork_each(numbers, lambda number, stop: _ask(number, endpoint, stop, options))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from conftest import TESTS
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from odd_shards import BOTH, MODES, Make, odd_shards
 from odd_sims import Told, same
 
 from zmqrl.config import EnvConfig
@@ -19,25 +19,7 @@ from zmqrl.env.adapters import ShardEnv
 from zmqrl.env.making import make_shard
 from zmqrl.errors import ConfigError, EnvironmentFailure
 
-SIMS = TESTS / "odd_sims.py"
-MODES = ("disabled", "next_step", "same_step")
-BOTH = pytest.mark.parametrize("vectorization", ["sync", "async"])
-Make = Callable[..., ShardEnv]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    made = []
-
-    def build(name: str, rows: int = 2, **options: Any) -> ShardEnv:
-        section = EnvConfig(factory=f"{SIMS}:{name}", **options)
-        shard = make_shard(section, "train", rows, lambda row: None)
-        made.append(shard)
-        return shard
-
-    yield build
-    for shard in made:
-        shard.close()
+make = pytest.fixture(odd_shards)
 
 
 def told(row: Any) -> Any:

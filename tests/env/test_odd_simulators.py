@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import TESTS
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
+from odd_shards import BOTH, Make, odd_shards
 
-from zmqrl.config import EnvConfig
 from zmqrl.env.adapters import ShardEnv
-from zmqrl.env.making import make_shard
 from zmqrl.errors import EnvironmentFailure
 
-SIMS = TESTS / "odd_sims.py"
-MODES = ("disabled", "next_step", "same_step")
-BOTH = pytest.mark.parametrize("vectorization", ["sync", "async"])
-Make = Callable[..., ShardEnv]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    made = []
-
-    def build(name: str, rows: int = 2, **options: Any) -> ShardEnv:
-        section = EnvConfig(factory=f"{SIMS}:{name}", **options)
-        shard = make_shard(section, "train", rows, lambda row: None)
-        made.append(shard)
-        return shard
-
-    yield build
-    for shard in made:
-        shard.close()
+make = pytest.fixture(odd_shards)
 
 
 def moves(*ways: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from by_hand import RawWorker, hello, introduced
 from conftest import Load, Pool, wait_for
 
 from zmqrl import PolicyClient
@@ -32,15 +33,8 @@ from zmqrl.transport.header import (
     HEADER_SIZE,
     Header,
     Op,
-    join_batch,
-    split_batch,
     unpack,
-    unpack_table,
 )
-
-
-def hello(name: str, **fields: Any) -> bytes:
-    return Header(Op.HELLO).pack() + encode_meta({"name": name, "incarnation": 1, **fields})
 
 
 def request(number: int, value: float) -> bytes:
@@ -67,11 +61,7 @@ def test_of_two_sockets_with_one_identity_the_later_one_is_answered(pool: Pool) 
 
 def test_the_replies_to_two_clients_with_the_same_request_ids_never_cross(pool: Pool) -> None:
     pool.start(workers=2)
-    context = zmq.Context()
-    twins = [sockets.dealer(context, pool.frontend) for _ in range(2)]
-    for number, socket in enumerate(twins):
-        socket.send(hello(f"twin-{number}"))
-        assert unpack(socket.recv()).op == Op.WELCOME
+    twins = [introduced(pool.frontend, f"twin-{number}") for number in range(2)]
     window, count = 50, 5000
     for begin in range(1, count + 1, window):
         for number in range(begin, begin + window):
@@ -85,7 +75,8 @@ def test_the_replies_to_two_clients_with_the_same_request_ids_never_cross(pool: 
                 assert header.op == Op.REPLY
                 value = decode(first[HEADER_SIZE:])["actions"][0, 0]
                 assert value == header.request_id + twin / 2
-    context.destroy(0)
+    for socket in twins:
+        socket.close(0)
 
 
 _LOOP = """
@@ -359,21 +350,12 @@ def test_a_status_that_nobody_could_count_with_is_no_answer(folder: Path, wrong:
 )
 def test_a_reply_that_is_no_dict_is_an_error_for_its_client_alone(pool: Pool, tree: Any) -> None:
     pool.start(workers=0)
-    worker = sockets.dealer(zmq.Context.instance(), pool.backend)
-    worker.send(hello("odd", role="worker"))
-    assert unpack(worker.recv()).op == Op.WELCOME
-    worker.send(Header(Op.READY).pack())
-    client = pool.client()
-    pending = client.submit({"x": np.ones((1, 3))})
-    frames = wait_for(lambda: (f := worker.recv_multipart()) and len(f) > 1 and f, "a batch")
-    table = unpack_table(frames[0])
-    ((entry, message),) = split_batch(table, frames)
-    reply = Header(Op.REPLY, request_id=unpack(message[0]).request_id).pack() + encode(tree).meta
-    entries = [entry._replace(length=len(reply), frames=0, origin_length=0)]
-    worker.send_multipart(join_batch(table._replace(entries=entries, origins=b""), Op.RESULT, [[reply]]))
+    worker = RawWorker(pool.backend)
+    pending = pool.client().submit({"x": np.ones((1, 3))})
+    worker.answer(Header(Op.REPLY), encode(tree).meta)
     with pytest.raises(PolicyError, match="not a dict"):
         pending.result()
-    worker.close(0)
+    worker.close()
 
 
 def test_a_long_introduction_is_refused_before_it_is_read(pool: Pool) -> None:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
+from by_hand import RawWorker, introduced
 from conftest import TESTS, Pool, wait_for
 
 from zmqrl import PolicyClient
 from zmqrl.broker.status import StatusClient
 from zmqrl.errors import ClientError, PolicyTimeout
-from zmqrl.transport import sockets
 from zmqrl.transport.bundles import make_bundles
 from zmqrl.transport.codec import decode_meta, encode, encode_meta
 from zmqrl.transport.header import (
@@ -30,10 +28,7 @@ from zmqrl.transport.header import (
     HEADER_SIZE,
     Header,
     Op,
-    join_batch,
-    split_batch,
     unpack,
-    unpack_table,
 )
 from zmqrl.transport.security import Keys
 from zmqrl.transport.sharedmem import Slots
@@ -196,9 +191,7 @@ def test_what_a_client_names_in_shared_memory_counts_as_what_it_has_open(pool: P
     encoded = encode({"x": np.ones((2, 60_000))})
     slot = slots.lend(encoded.buffers)
     assert slot is not None
-    socket = sockets.dealer(zmq.Context.instance(), pool.frontend)
-    socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "odd", "incarnation": 1}))
-    assert unpack(socket.recv()).op == Op.WELCOME
+    socket = introduced(pool.frontend)
     for number in range(1, 11):
         header = Header(Op.INFER, FLAG_LANE, number, rows=2, budget_ms=20_000)
         socket.send(header.pack() + slot.descriptor + encoded.meta)
@@ -274,45 +267,10 @@ def test_a_worker_that_cannot_read_the_memory_gets_the_arrays_in_the_message(poo
         assert (counters["lane_requests"], counters["inlined"]) == (3, 3)
 
 
-class RawWorker:
-    """A rollout worker by hand, that says that it reads the lane."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._socket = sockets.dealer(zmq.Context.instance(), pool.backend)
-        self._socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "raw", "role": "worker"}))
-        self._receive(Op.WELCOME)
-        self._socket.send(Header(Op.READY, FLAG_READS_LANE).pack())
-
-    def answer(self, header: Header, body: bytes) -> Header:
-        """Take one request, and give this reply; returns the header of the request."""
-        frames = self._receive(Op.BATCH)
-        table = unpack_table(frames[0])
-        ((entry, message),) = split_batch(table, frames)
-        asked = unpack(message[0])
-        reply = [header._replace(request_id=asked.request_id).pack() + body]
-        entry = entry._replace(length=len(reply[0]), frames=0, origin_length=0)
-        self._socket.send_multipart(
-            join_batch(table._replace(entries=[entry], origins=b""), Op.RESULT, [reply])
-        )
-        return asked
-
-    def _receive(self, op: Op) -> list[bytes]:
-        until = time.monotonic() + 10
-        while True:
-            assert self._socket.poll(10_000)
-            assert time.monotonic() < until
-            frames: list[bytes] = self._socket.recv_multipart()
-            if frames[0][5] == op:
-                return frames
-
-    def close(self) -> None:
-        self._socket.close(0)
-
-
 @pytest.fixture
 def raw_worker(pool: Pool) -> Iterator[RawWorker]:
     pool.start_broker()
-    worker = RawWorker(pool)
+    worker = RawWorker(pool.backend, FLAG_READS_LANE)
     yield worker
     worker.close()
 
@@ -398,9 +356,7 @@ def _ask_among_hostile_ones(pool: Pool, key: str) -> None:
     slots = Slots()
     slot = slots.lend([memoryview(np.ones(LARGE)).cast("B")])
     assert slot is not None
-    socket = sockets.dealer(zmq.Context.instance(), pool.frontend)
-    socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "odd", "incarnation": 1}))
-    assert unpack(socket.recv()).op == Op.WELCOME
+    socket = introduced(pool.frontend)
     good = slot.descriptor
     hostile = [
         b"",

@@ -10,6 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+from by_hand import introduced
 from conftest import Pool, wait_for
 
 from zmqrl.broker.status import StatusClient
@@ -17,10 +18,6 @@ from zmqrl.errors import AttemptsExhausted, BrokerStopping, RequestRefused
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import decode_meta, encode, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
-
-
-def raw_dealer(pool: Pool, endpoint: str) -> zmq.Socket[bytes]:
-    return sockets.dealer(zmq.Context.instance(), endpoint)
 
 
 def test_a_stuck_policy_loses_its_requests_to_another_worker(pool: Pool) -> None:
@@ -38,13 +35,11 @@ def test_a_stuck_policy_loses_its_requests_to_another_worker(pool: Pool) -> None
 def test_the_reply_to_a_client_that_vanished_is_counted_and_the_others_go_on(pool: Pool) -> None:
     pool.start(seconds=0.3)
     other = pool.client()
-    context = zmq.Context()
-    socket = sockets.dealer(context, pool.frontend)
-    socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "vanishes", "incarnation": 1}))
+    socket = introduced(pool.frontend, "vanishes")
     header = Header(Op.INFER, request_id=1, rows=1, budget_ms=60_000)
     socket.send(header.pack() + encode({"x": np.ones((1, 3))}).meta)
     wait_for(lambda: pool.status()["workers"][0]["state"] == "busy", "the worker to compute")
-    context.destroy(0)
+    socket.close(0)
     wait_for(lambda: pool.counters()["answered"] == 1, "the reply")
     wait_for(lambda: pool.counters()["dropped"] == 1, "the reply to be dropped")
     for _ in range(5):
@@ -90,9 +85,7 @@ def test_a_request_that_cannot_be_decoded_is_refused_and_its_batch_mates_are_ans
 ) -> None:
     pool.start(seconds=0.1)
     blocker, mate = pool.client(), pool.client()
-    socket = raw_dealer(pool, pool.frontend)
-    socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "odd", "incarnation": 1}))
-    assert unpack(socket.recv()).op == Op.WELCOME
+    socket = introduced(pool.frontend)
     pending = [blocker.submit({"x": np.zeros((1, 3))})]
     socket.send(Header(Op.INFER, request_id=9, rows=2, budget_ms=20_000).pack() + b"\xc1 not msgpack")
     pending.append(mate.submit({"x": np.ones((1, 3))}))
@@ -111,9 +104,7 @@ def test_a_request_nested_without_end_is_refused_and_kills_no_worker(pool: Pool)
     for _ in range(900):
         nest = [nest]
     hostile = {"x": {b"nd": True, b"type": nest, b"kind": b"", b"shape": [1], b"data": b""}}
-    socket = raw_dealer(pool, pool.frontend)
-    socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "odd", "incarnation": 1}))
-    assert unpack(socket.recv()).op == Op.WELCOME
+    socket = introduced(pool.frontend)
     header = Header(Op.INFER, request_id=9, rows=1, budget_ms=20_000)
     socket.send(header.pack() + msgpack.packb(hostile))
     assert socket.poll(10_000)
@@ -125,7 +116,7 @@ def test_a_request_nested_without_end_is_refused_and_kills_no_worker(pool: Pool)
 def test_a_refused_introduction_is_answered(pool: Pool) -> None:
     pool.start(workers=0)
     for endpoint in (pool.frontend, pool.backend):
-        socket = raw_dealer(pool, endpoint)
+        socket = sockets.dealer(zmq.Context.instance(), endpoint)
         socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "n" * 201}))
         assert socket.poll(10_000)
         assert "200 printable characters" in decode_meta(socket.recv()[HEADER_SIZE:])["message"]

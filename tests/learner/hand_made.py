@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 
 from zmqrl.config import load
@@ -64,6 +66,21 @@ def trajectory(
         builder.observe(state(observation))
     (made,) = builder.take()
     return made
+
+
+def copied(state):
+    """A state of torch, as it comes back from a file."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one, other):
+    """Whether two states have the same tensors."""
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
 def _reply(rng, action, rows, log_prob):

@@ -1,4 +1,3 @@
-import io
 import itertools
 
 import numpy as np
@@ -9,7 +8,7 @@ from zmqrl.errors import CheckpointError, DataError, RunFailed
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchrl")
 
-from hand_made import BOX, DISCRETE, config, spaces, trajectory  # noqa: E402
+from hand_made import BOX, DISCRETE, config, copied, same, spaces, trajectory  # noqa: E402
 
 from zmqrl.learner.algorithm import make_algorithm  # noqa: E402
 from zmqrl.learner.networks import mlp  # noqa: E402
@@ -76,18 +75,6 @@ def reference_advantages(made, value, gamma, lam, always):
                 break
         advantages[float(np.float32(made.observation["state"][step, row, 0]))] = total
     return advantages
-
-
-def copied(state):
-    """As it comes back from a file."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_configuration_names_it():

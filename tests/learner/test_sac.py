@@ -1,4 +1,3 @@
-import io
 import math
 
 import numpy as np
@@ -9,7 +8,7 @@ from zmqrl.errors import CheckpointError, ConfigError, DataError, RunFailed
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchrl")
 
-from hand_made import BOX, DISCRETE, config, spaces, trajectory  # noqa: E402
+from hand_made import BOX, DISCRETE, config, copied, same, spaces, trajectory  # noqa: E402
 
 from zmqrl.learner.algorithm import make_algorithm  # noqa: E402
 from zmqrl.learner.sac import SAC  # noqa: E402
@@ -39,18 +38,6 @@ def bootstrap(*overrides, **marks):
     )
     growth = ten["train/sac/critic_loss"] - zero["train/sac/critic_loss"]
     return (growth - 200) / 40 + zero["train/critic/q_data"]
-
-
-def copied(state):
-    """As it comes back from a file."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_configuration_names_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,21 @@ from typing import Any
 import psutil
 from conftest import TESTS, wait_for
 
+from zmqrl.broker.status import StatusClient
+
 POLICY = f"rollout.policy={TESTS / 'policies.py'}:Balance"
 SIM = f"env.factory={TESTS / 'sims.py'}"
+
+
+def frontend(folder: Path) -> str:
+    return f"broker.frontend=ipc://{folder}/frontend"
+
+
+def status_client(folder: Path) -> Iterator[StatusClient]:
+    """Asks the broker of a run whose frontend is `frontend(folder)`; for a fixture."""
+    client = StatusClient(f"ipc://{folder}/frontend")
+    yield client
+    client.close()
 
 
 class Run:
@@ -66,3 +80,14 @@ class Run:
     def wait_until_it_steps(self) -> None:
         wait_for(lambda: "evaluating" in self.text() or self.process.poll() is not None, "steps", 40)
         assert self.process.poll() is None, self.text()
+
+    def wait_for_answers(self, broker: StatusClient, count: int, timeout: float = 40) -> dict[str, Any]:
+        """Wait until the broker has answered so many requests; its counters then."""
+
+        def answered() -> dict[str, Any] | None:
+            assert self.process.poll() is None, self.text()
+            counters: dict[str, Any] = (broker.ask(0.5) or {}).get("counters", {})
+            return counters if counters.get("answered", 0) >= count else None
+
+        counters: dict[str, Any] = wait_for(answered, f"{count} answers", timeout)
+        return counters

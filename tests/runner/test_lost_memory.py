@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import TESTS, wait_for
-from evaluation import SIM, Run
+from conftest import TESTS
+from runner.evaluation import SIM, Run, frontend, status_client
 
 from zmqrl.broker.status import StatusClient
 
 REMEMBERS = f"rollout.policy={TESTS / 'policies.py'}:Remembers"
 
 
-@pytest.fixture
-def broker(folder: Path) -> Iterator[StatusClient]:
-    client = StatusClient(f"ipc://{folder}/f")
-    yield client
-    client.close()
+broker = pytest.fixture(status_client)
 
 
 @pytest.mark.timeout(120)
@@ -30,7 +25,7 @@ def test_an_evaluation_is_complete_although_a_worker_is_killed_with_its_states(
     run = Run(
         folder,
         f"{SIM}:make",
-        f"broker.frontend=ipc://{folder}/f",
+        frontend(folder),
         f"rollout.affinity={affinity}",
         "rollout.policy_kwargs.seconds=0.01",
         "env.kwargs.length=40",
@@ -40,11 +35,8 @@ def test_an_evaluation_is_complete_although_a_worker_is_killed_with_its_states(
         policy=REMEMBERS,
     )
 
-    def answered() -> int:
-        return (broker.ask(0.5) or {}).get("counters", {}).get("answered", 0)
-
     # Of each env worker an episode is over, and the next one is under way.
-    wait_for(lambda: answered() >= 100 or run.process.poll() is not None, "the first episodes", 60)
+    run.wait_for_answers(broker, 100, 60)
     run.rollout(0).kill()
     assert run.wait() == 0, run.text()
     result = run.result()

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runner.training import COUNTS, LINE, SMALL, Training
+from runner.training import COUNTING, Training
 
 pytestmark = pytest.mark.timeout(200)
 
 UNEVEN = [
-    *SMALL,
-    COUNTS,
-    LINE,
+    *COUNTING,
     "env.delay_sampler={type: constant, delay: 0.02, per_worker: {1: 10.0}}",
     "algorithm.kwargs.seconds=0.05",
 ]

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 from conftest import TESTS, wait_for
-from runner.evaluation import SIM, Run
-from runner.training import COUNTS, LINE, SMALL, Training
+from runner.evaluation import SIM, Run, frontend, status_client
+from runner.training import COUNTING, COUNTS, LINE, SMALL, Training
 
 from zmqrl import config
 from zmqrl.broker.status import StatusClient
@@ -26,28 +25,12 @@ SLOW = "env.delay_sampler={type: constant, delay: 0.02}"
 REWARDS = f"reward={{use_reward_model: true, model: '{TESTS / 'policies.py'}:judges_lines'}}"
 
 
-@pytest.fixture
-def broker(folder: Path) -> Iterator[StatusClient]:
-    """Of a run whose frontend is `frontend(folder)`."""
-    client = StatusClient(f"ipc://{folder}/frontend")
-    yield client
-    client.close()
+broker = pytest.fixture(status_client)
 
 
-def frontend(folder: Path) -> str:
-    return f"broker.frontend=ipc://{folder}/frontend"
-
-
-def wait_for_answers(run: Run | Training, broker: StatusClient, count: int) -> dict[str, Any]:
-    """Wait until the broker has answered so many requests; its counters then."""
-
-    def answered() -> dict[str, Any] | None:
-        assert run.process.poll() is None, run.text()
-        counters: dict[str, Any] = (broker.ask(0.5) or {}).get("counters", {})
-        return counters if counters.get("answered", 0) >= count else None
-
-    counters: dict[str, Any] = wait_for(answered, f"{count} answers", 40)
-    return counters
+def slow_run(folder: Path, *overrides: str, **options: Any) -> Run:
+    """An evaluation of a slow simulator, whose broker is `broker`."""
+    return Run(folder, f"{SIM}:make", frontend(folder), SLOW, *overrides, **options)
 
 
 def part_of(run: Run | Training, *words: str, other_than: int = 0) -> psutil.Process:
@@ -64,6 +47,15 @@ def part_of(run: Run | Training, *words: str, other_than: int = 0) -> psutil.Pro
     return process
 
 
+def kill_lives(run: Run | Training, count: int, *words: str) -> None:
+    """Kill a part, and each that takes its place, so many times in all."""
+    pid = 0
+    for _ in range(count):
+        process = part_of(run, *words, other_than=pid)
+        pid = process.pid
+        process.kill()
+
+
 @pytest.mark.parametrize(
     ("part", "name"),
     [("start-broker", "broker"), ("start-rollout-worker", "rollout-0"), ("start-env-worker", "eval-0")],
@@ -72,17 +64,14 @@ def part_of(run: Run | Training, *words: str, other_than: int = 0) -> psutil.Pro
 def test_an_evaluation_is_complete_although_a_part_is_killed(
     folder: Path, broker: StatusClient, part: str, name: str, decoupled: bool
 ) -> None:
-    run = Run(
+    run = slow_run(
         folder,
-        f"{SIM}:make",
-        frontend(folder),
-        SLOW,
         "env.kwargs.length=40",
         "env.eval={total_num_envs: 4, rollout_epoch: 3}",
         "cluster.component_placement={env: 0-1, rollout: 0-1}",
         decoupled=decoupled,
     )
-    before = wait_for_answers(run, broker, 90)  # some episodes are over, and no worker is done
+    before = run.wait_for_answers(broker, 90)  # some episodes are over, and no worker is done
     run.part(part, *(["0"] if name != "broker" else [])).kill()
     assert run.wait() == 0, run.text()
     assert f"{name} was killed by SIGKILL; restart 1 of 3" in run.text()
@@ -101,9 +90,7 @@ def test_an_evaluation_is_complete_although_a_part_is_killed(
 def test_a_training_comes_to_its_end_although_each_part_is_killed_once(folder: Path) -> None:
     run = Training(
         folder,
-        *SMALL,
-        COUNTS,
-        LINE,
+        *COUNTING,
         REWARDS,
         "env.kwargs.seconds=0.005",
         "algorithm.updates_per_env_step=0.25",
@@ -148,7 +135,7 @@ def test_a_worker_that_is_done_is_not_started_again_although_the_runner_was_froz
         "env.eval={total_num_envs: 2, rollout_epoch: 10}",
         "cluster.component_placement={env: 0-1, rollout: '0'}",
     )
-    wait_for_answers(run, broker, 10)
+    run.wait_for_answers(broker, 10)
     workers = [part_of(run, "start-env-worker", str(rank)) for rank in range(2)]
     run.process.send_signal(signal.SIGSTOP)
     wait_for(lambda: all(w.status() == psutil.STATUS_ZOMBIE for w in workers), "their end", 40)
@@ -161,21 +148,14 @@ def test_a_worker_that_is_done_is_not_started_again_although_the_runner_was_froz
 def test_a_part_that_is_lost_again_and_again_ends_the_run_with_the_cause_and_the_count(
     folder: Path, broker: StatusClient
 ) -> None:
-    run = Run(
+    run = slow_run(
         folder,
-        f"{SIM}:make",
-        frontend(folder),
-        SLOW,
         "env.kwargs.length=100000",
         "cluster.max_restarts=2",
         "cluster.component_placement={env: '0', rollout: 0-1}",
     )
-    wait_for_answers(run, broker, 10)
-    pid = 0
-    for _ in range(3):
-        process = part_of(run, "start-rollout-worker", "1", other_than=pid)
-        pid = process.pid
-        process.kill()
+    run.wait_for_answers(broker, 10)
+    kill_lives(run, 3, "start-rollout-worker", "1")
     assert run.wait() == 1
     cause = "rollout-1 was killed by SIGKILL"
     assert f"{cause}; restart 1 of 2\n" in run.text(), "the first restart is at once"
@@ -233,9 +213,7 @@ def test_the_only_rollout_worker_is_started_again_when_its_policy_hangs(
 def test_env_workers_that_wait_for_a_slow_reward_model_are_not_taken_for_hanging(folder: Path) -> None:
     run = Training(
         folder,
-        *SMALL,
-        COUNTS,
-        LINE,
+        *COUNTING,
         REWARDS,
         f"reward.model_kwargs={{hang_once: {folder}/once, seconds: 6}}",
         "runner={stall_timeout_s: 3, max_env_steps: 200}",
@@ -247,9 +225,7 @@ def test_env_workers_that_wait_for_a_slow_reward_model_are_not_taken_for_hanging
 def test_a_reward_worker_whose_model_hangs_is_started_again(folder: Path) -> None:
     run = Training(
         folder,
-        *SMALL,
-        COUNTS,
-        LINE,
+        *COUNTING,
         REWARDS,
         *HANGING,
         f"reward.model_kwargs.hang_once={folder}/once",
@@ -278,16 +254,13 @@ def test_what_became_a_bad_configuration_meanwhile_is_not_tried_again(
     folder: Path, broker: StatusClient
 ) -> None:
     shutil.copy(TESTS / "policies.py", folder / "policy.py")
-    run = Run(
+    run = slow_run(
         folder,
-        f"{SIM}:make",
-        frontend(folder),
-        SLOW,
         "env.kwargs.length=100000",
         "cluster.component_placement={env: '0', rollout: '0'}",
         policy=f"rollout.policy={folder}/policy.py:Balance",
     )
-    wait_for_answers(run, broker, 10)
+    run.wait_for_answers(broker, 10)
     (folder / "policy.py").unlink()
     run.part("start-rollout-worker").kill()
     assert run.wait() == 2
@@ -299,9 +272,7 @@ def test_what_became_a_bad_configuration_meanwhile_is_not_tried_again(
 def test_without_restarts_the_others_go_on_until_none_is_left(folder: Path) -> None:
     run = Training(
         folder,
-        *SMALL,
-        COUNTS,
-        LINE,
+        *COUNTING,
         "cluster={restart: never, component_placement: {env: 0-1, eval: 0, rollout: 0-1}}",
         "env.kwargs.seconds=0.005",
     )
@@ -323,16 +294,13 @@ def test_without_restarts_the_others_go_on_until_none_is_left(folder: Path) -> N
 def test_a_rollout_worker_that_is_told_to_leave_has_retired_and_is_not_started_again(
     folder: Path, broker: StatusClient
 ) -> None:
-    run = Run(
+    run = slow_run(
         folder,
-        f"{SIM}:make",
-        frontend(folder),
-        SLOW,
         "env.kwargs.length=150",
         "env.eval={total_num_envs: 2, rollout_epoch: 1}",
         "cluster.component_placement={env: 0-1, rollout: 0-1}",
     )
-    wait_for_answers(run, broker, 50)
+    run.wait_for_answers(broker, 50)
     run.rollout(1).terminate()
     assert run.wait() == 0, run.text()
     assert "rollout-1 was told to leave (SIGTERM); the others go on" in run.text()
@@ -350,13 +318,9 @@ def test_a_rollout_worker_that_is_told_to_leave_has_retired_and_is_not_started_a
 def test_a_run_can_be_stopped_while_a_part_waits_for_its_restart(
     folder: Path, part: str, number: signal.Signals
 ) -> None:
-    run = Training(folder, *SMALL, COUNTS, LINE, "cluster.max_restarts=10")
+    run = Training(folder, *COUNTING, "cluster.max_restarts=10")
     run.wait_for_record("env_steps", 50)
-    pid = 0
-    for _ in range(4):
-        process = part_of(run, part, other_than=pid)
-        pid = process.pid
-        process.kill()
+    kill_lives(run, 4, part)
     wait_for(lambda: "restart 4 of 10 after 4 s" in run.text(), run.text())
     run.stop(number)
     begin = time.monotonic()
@@ -367,7 +331,7 @@ def test_a_run_can_be_stopped_while_a_part_waits_for_its_restart(
 
 
 def test_a_training_whose_processes_are_all_told_to_end_was_stopped(folder: Path) -> None:
-    run = Training(folder, *SMALL, COUNTS, LINE)
+    run = Training(folder, *COUNTING)
     run.wait_for_record("env_steps", 50)
     run.note_children()
     runner = psutil.Process(run.process.pid)
@@ -383,7 +347,7 @@ def test_a_training_whose_processes_are_all_told_to_end_was_stopped(folder: Path
 
 
 def test_a_lost_learner_ends_the_training_and_says_how_to_go_on(folder: Path) -> None:
-    run = Training(folder, *SMALL, COUNTS, LINE, "runner.save_interval=20")
+    run = Training(folder, *COUNTING, "runner.save_interval=20")
     run.wait_for_record("env_steps", 50)
     wait_for(lambda: list(run.folder.glob("checkpoints/global_step_*/manifest.json")), "a checkpoint")
     run.part("start-learner").kill()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import TESTS, wait_for
-from runner.training import COUNTS, LINE, SMALL, Training
+from runner.training import COUNTING, COUNTS, LINE, SMALL, Training
 
 from zmqrl.config import Config
 from zmqrl.runner.endpoints import local_endpoints
@@ -64,9 +64,7 @@ def test_a_training_runs_to_its_end_and_accounts_for_every_trajectory(
 def test_training_ends_when_evaluations_in_a_row_reach_what_is_asked_for(folder: Path) -> None:
     run = Training(
         folder,
-        *SMALL,
-        COUNTS,
-        LINE,
+        *COUNTING,
         "runner={val_check_interval: 20, stop_at: {eval/return: 480}, stop_patience: 2}",
         "algorithm.updates_per_env_step=0.25",
     )
@@ -181,7 +179,7 @@ def test_a_training_that_is_stopped_before_its_first_step_leaves_an_earlier_one_
     (folder / "run").mkdir()
     curve = folder / "run" / "learning_curve.png"
     curve.write_text("of an earlier run")
-    run = Training(folder, *SMALL, COUNTS, LINE, "env.kwargs.seconds=60")
+    run = Training(folder, *COUNTING, "env.kwargs.seconds=60")
     wait_for(lambda: "rollout-0 joined" in run.text() or run.process.poll() is not None, "its start")
     run.stop(signal.SIGINT)
     assert run.wait() == 1
@@ -204,9 +202,7 @@ def test_a_number_that_is_none_costs_its_trajectory_and_training_goes_on(
 ) -> None:
     run = Training(
         folder,
-        *SMALL,
-        COUNTS,
-        LINE,
+        *COUNTING,
         f"env.kwargs={{nan_at: 12, what: {what}}}",
         "runner.max_env_steps=600",
     )
@@ -221,9 +217,7 @@ def test_a_number_that_is_none_costs_its_trajectory_and_training_goes_on(
 def test_nothing_but_such_numbers_ends_the_run_with_the_cause(folder: Path) -> None:
     run = Training(
         folder,
-        *SMALL,
-        COUNTS,
-        LINE,
+        *COUNTING,
         "env.kwargs.nan_at=-1",
         "cluster.max_restarts=0",
     )
@@ -234,9 +228,7 @@ def test_nothing_but_such_numbers_ends_the_run_with_the_cause(folder: Path) -> N
 def test_a_simulator_that_raises_is_started_again(folder: Path) -> None:
     run = Training(
         folder,
-        *SMALL,
-        COUNTS,
-        LINE,
+        *COUNTING,
         f"env.kwargs={{raise_at: 30, once: {folder / 'raised'}, seconds: 0.005}}",
         "runner.max_env_steps=2000",
     )
@@ -247,14 +239,14 @@ def test_a_simulator_that_raises_is_started_again(folder: Path) -> None:
 
 
 def test_a_simulator_that_always_raises_ends_the_run_with_the_cause(folder: Path) -> None:
-    run = Training(folder, *SMALL, COUNTS, LINE, "env.kwargs.raise_at=30", "cluster.max_restarts=1")
+    run = Training(folder, *COUNTING, "env.kwargs.raise_at=30", "cluster.max_restarts=1")
     assert run.wait() == 1
     assert "exploded at step 30" in run.text()
     assert "cluster.max_restarts" in run.text()
 
 
 def test_a_learner_that_hangs_ends_the_run_with_its_name(folder: Path) -> None:
-    run = Training(folder, *SMALL, COUNTS, LINE, "runner.stall_timeout_s=3")
+    run = Training(folder, *COUNTING, "runner.stall_timeout_s=3")
     run.wait_for_record("env_steps", 50)
     run.part("start-learner").suspend()
     assert run.wait() == 1
@@ -270,9 +262,7 @@ def test_trajectories_of_which_none_is_of_use_end_the_run_with_the_cause(folder:
 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_end_training(folder: Path) -> None:
-    run = Training(
-        folder, *SMALL, COUNTS, LINE, "runner={max_env_steps: 600, save_interval: 20}", name="full"
-    )
+    run = Training(folder, *COUNTING, "runner={max_env_steps: 600, save_interval: 20}", name="full")
     wait_for(lambda: run.folder.exists(), "the run folder")
     (run.folder / "checkpoints").write_text("in the way")
     assert run.wait() == 0, run.text()
@@ -281,9 +271,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_training(folder: Path)
 
 
 def test_a_rollout_worker_that_is_killed_is_replaced_and_serves_the_newest_weights(folder: Path) -> None:
-    run = Training(
-        folder, *SMALL, COUNTS, LINE, "algorithm.updates_per_env_step=0.25", "env.kwargs.seconds=0.005"
-    )
+    run = Training(folder, *COUNTING, "algorithm.updates_per_env_step=0.25", "env.kwargs.seconds=0.005")
     run.wait_for_record("env_steps", 200)
     run.part("start-rollout-worker").kill()
     wait_for(lambda: "restart 1 of 3" in run.text(), "the restart")
@@ -315,7 +303,7 @@ def test_what_cannot_be_trained_is_refused_at_once(
 
 
 def test_no_process_outlives_a_killed_runner_and_the_next_run_removes_its_sockets(folder: Path) -> None:
-    run = Training(folder, *SMALL, COUNTS, LINE)
+    run = Training(folder, *COUNTING)
     run.wait_for_record("env_steps", 50)
     run.note_children()
     arguments = run.part("start-broker").cmdline()

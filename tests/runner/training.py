@@ -21,6 +21,9 @@ SMALL = [
     "env.train={total_num_envs: 4, max_steps_per_rollout_epoch: 8}",
     "env.eval={total_num_envs: 2, rollout_epoch: 1}",
 ]
+COUNTING = [*SMALL, COUNTS, LINE]
+"""A small training that only counts its updates."""
+
 DECOUPLED = "runner.enable_decoupled_mode=true"
 
 
