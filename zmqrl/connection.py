@@ -149,7 +149,7 @@ class Connection:
     def wait(self, request: Request, until: float) -> None:
         """Wait until `request` has ended, but no longer than `until` (of `time.monotonic()`)."""
         until = min(until, request.deadline)
-        while True:
+        while not request.done:
             now = wake = time.monotonic()
             if now < until:
                 wake = min(until, self._suspicion.due, min(r.look_at for r in self.requests.values()))
