@@ -147,6 +147,7 @@ def test_replies_without_log_probabilities_are_refused():
 
 @pytest.mark.parametrize("action", [BOX, DISCRETE], ids=["box", "discrete"])
 def test_an_action_that_turned_out_well_becomes_likelier(action):
+    torch.manual_seed(0)
     algorithm = ppo(
         "algorithm.update_epoch=20", "actor.optim.lr=1e-2", "algorithm.gae_lambda=0", action=action
     )
