@@ -253,6 +253,7 @@ def test_a_policy_may_reuse_its_output_buffer(pool: Pool) -> None:
 def test_messages_that_are_not_of_zmqrl_are_passed_over(folder: Path) -> None:
     endpoint = f"ipc://{folder}/odd.ipc"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as broker:
+        broker.setsockopt(zmq.LINGER, 0)
         broker.bind(endpoint)
         broker.setsockopt(zmq.RCVTIMEO, 10_000)
         with PolicyClient(endpoint) as policy:

@@ -1,5 +1,6 @@
 """Everything that may happen to a broker, in any order; a model holds what each client is owed."""
 
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -551,7 +552,7 @@ class MixedMachine(PoolMachine):
 def test_each_request_is_answered_once_whatever_happens(machine):
     test_case = machine.TestCase
     test_case.settings = settings(
-        max_examples=200,
+        max_examples=int(os.environ.get("ZMQRL_FUZZ_EXAMPLES", "100")),
         stateful_step_count=50,
         deadline=None,
         database=None,
