@@ -369,6 +369,8 @@ class Connection:
             flags = 0
         elif seconds > 0:
             self._poller.poll(int(seconds * 1000 + 0.999))
+        elif not sockets.has_input(self._socket):
+            return  # who looks again and again should not pay for an exception each time
         while not awaited.done:
             try:
                 first = self._socket.recv(flags)

@@ -166,7 +166,7 @@ def test_memory_of_a_request_that_was_given_up_is_not_used_again(pool: Pool) -> 
 def test_replies_to_requests_that_were_given_up_are_no_burden_to_their_worker(
     pool: Pool, folder: Path
 ) -> None:
-    pool.start(policy="Touching", path=folder / "begun", seconds=0.02)
+    pool.start(policy="Touching", path=folder / "begun", seconds=0.1)
     client = opened(pool)
     counts = []
     for _ in range(2):
