@@ -66,7 +66,8 @@ class Shares:
         if not total:
             return {}
         shares = {name: steps / total for name, steps in self.env_steps.items()}
-        shown = dict(list(shares.items())[:_MOST_SHOWN])
+        # In the order of the names, and env-10 after env-9.
+        shown = dict(sorted(shares.items(), key=lambda item: (len(item[0]), item[0]))[:_MOST_SHOWN])
         return {
             **{f"train/share/{name}": share for name, share in shown.items()},
             "train/share_min": min(shares.values()),
