@@ -2,12 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from zmqrl.client import PolicyClient
+from zmqrl.client import Pending, PolicyClient
 from zmqrl.errors import ZmqrlError
-from zmqrl.pending import Pending
 
 if TYPE_CHECKING:
-    from zmqrl.aio import AsyncPolicyClient
+    from zmqrl.client.aio import AsyncPolicyClient
 
 __all__ = ["AsyncPolicyClient", "Pending", "PolicyClient", "ZmqrlError"]
 __version__ = "0.1.0"
@@ -15,7 +14,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name == "AsyncPolicyClient":  # asyncio takes longer to import than all else here
-        from zmqrl.aio import AsyncPolicyClient
+        from zmqrl.client.aio import AsyncPolicyClient
 
         return AsyncPolicyClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,8 +14,8 @@ import numpy as np
 from faults.policies import is_answer_to, observation
 from faults.pool import wait_for
 from zmqrl import PolicyClient
+from zmqrl.client import Pending
 from zmqrl.errors import BrokerUnreachable, ClientClosed, ClientError, PolicyTimeout, Replaced
-from zmqrl.pending import Pending
 from zmqrl.transport.codec import decode_meta
 from zmqrl.transport.header import HEADER_SIZE, Op, op_of, request_id_of
 

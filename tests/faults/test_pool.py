@@ -147,9 +147,9 @@ def test_in_normal_mode_the_others_go_on_when_an_env_is_killed_or_says_goodbye(p
     clients[2].close()
     pending = [c.submit({"x": np.ones((2, 3))}) for c in clients[:2]]
     assert [p.result()["rows"][0] for p in pending] == [4, 4]
-    clients[1]._connection._socket.close(0)  # as if the process had been killed: no goodbye
+    clients[1]._connection._link._socket.close(0)  # as if the process had been killed: no goodbye
     assert clients[0].infer({"x": np.ones((2, 3))})["rows"].tolist() == [2, 2]
-    clients[1]._connection._connect()
+    clients[1]._connection._link._connect()
 
 
 def test_in_normal_mode_a_lost_rollout_workers_envs_move_to_the_live_one(pool: Pool) -> None:

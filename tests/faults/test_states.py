@@ -15,7 +15,7 @@ import zmq
 from conftest import TESTS, Pool, wait_for
 
 from zmqrl import PolicyClient
-from zmqrl.aio import AsyncPolicyClient
+from zmqrl.client.aio import AsyncPolicyClient
 from zmqrl.errors import EncodeError, PolicyError, RequestRefused, StateLost
 
 STICKY = "rollout.affinity=sticky"
@@ -358,7 +358,7 @@ def test_a_request_that_could_not_be_sent_keeps_no_env_busy(counting: Pool) -> N
     client = counting.client()
     x = {"x": np.ones((2, 1))}
     client.infer(x, reset=True)
-    client._connection._socket.close()
+    client._connection._link._socket.close()
     with pytest.raises(zmq.ZMQError):
         client.infer(x, reset=False)
     assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from conftest import Pool
 
+from zmqrl.client import Pending
 from zmqrl.errors import PolicyError
-from zmqrl.pending import Pending
 
 SIZES = "rollout.static_batch_sizes=[1,4,16]"
 

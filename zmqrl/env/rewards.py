@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from zmqrl.client import PolicyClient
+from zmqrl.client import Pending, PolicyClient
 from zmqrl.config import RewardConfig
 from zmqrl.env.adapters import Step
-from zmqrl.pending import Pending
 from zmqrl.recording import Recording
 from zmqrl.transport.header import REWARD
 from zmqrl.transport.rows import merged

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from zmqrl.client import Pending
 from zmqrl.env.adapters import ShardEnv, Step
-from zmqrl.pending import Pending
 from zmqrl.telemetry.report import Episode
 
 

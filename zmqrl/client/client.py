@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Dict, Optional, Union
 
-from zmqrl.asking import (
+from zmqrl.client.asking import (
     checked_mode,
     checked_name,
     checked_place,
@@ -15,16 +15,16 @@ from zmqrl.asking import (
     encoded_observation,
     request_of,
 )
-from zmqrl.connection import Connection
+from zmqrl.client.connection import Connection
+from zmqrl.client.memory import Memory
+from zmqrl.client.pending import Pending
 from zmqrl.errors import ClientClosed, ClientInUse
-from zmqrl.memory import Memory
-from zmqrl.pending import Pending
 from zmqrl.transport import sockets
 from zmqrl.transport.security import Keys
 from zmqrl.transport.tree import with_axis, without_axis
 
 if TYPE_CHECKING:
-    from zmqrl.recording import Recording
+    from zmqrl.recording.recorder import Recorder
 
 
 class PolicyClient:
@@ -93,15 +93,14 @@ class PolicyClient:
         self._next_id = 1
         self._closed = False
         self._rows = None if envs is None else int(getattr(envs, "num_envs", 1))
-        self._recording: Optional[Recording] = None
-        self._latest: Dict[int, Pending] = {}  # by pipeline stage: what `record` is about
-        self._record_to: Optional[Dict[str, Any]] = None
+        self._recorder: Optional[Recorder] = None
+        self._learner: Optional[Dict[str, Any]] = None
         if learner is not None:
-            self._record_to = {
-                "endpoint": learner,
+            self._learner = {
+                "learner": learner,
                 "steps": trajectory_steps,
-                "action_space": _action_space_of(envs) if envs is not None else action_space,
-                "autoreset": _autoreset_of(envs),
+                "envs": envs,
+                "action_space": action_space,
             }
         self._open()
 
@@ -243,16 +242,12 @@ class PolicyClient:
             tree, copy and not borrowed, simulators, self._max_message_mb, what
         )
         deadline = time.monotonic() + seconds
-        recorded = self._recording is not None and chosen == "train" and not policy
         with self._exclusive() as connection:
-            if self._recording is not None and recorded:
-                if ask is not None and ask.lost:
-                    self._recording.abandon(stage)
-                self._recording.asked(stage, observation)
-                if self._place and not self._recording.may_begin(stage):
-                    # In normal mode others must not wait at a barrier for what may not be asked.
-                    connection.rest(stage)
-                self._recording.wait_to_begin(stage, deadline)
+            recorder = self._recorder if chosen == "train" and not policy else None
+            if recorder is not None:
+                lost = ask is not None and ask.lost
+                # In normal mode others must not wait at a barrier for what may not be asked.
+                recorder.asks(stage, observation, lost, deadline, rest=connection.rest)
             request = request_of(
                 parts,
                 rows,
@@ -271,8 +266,8 @@ class PolicyClient:
             if ask is not None:
                 ask.sent(request)  # not before: what was never sent would stay under way
             pending = Pending(self._exclusive, connection, request)
-            if recorded:
-                self._latest[stage] = pending
+            if recorder is not None:
+                recorder.asked(stage, pending)
             return pending
 
     def record(
@@ -309,18 +304,11 @@ class PolicyClient:
             ValueError: A shape is wrong, no learner was named, or `infer` did not come first.
             ClientError: The latest actions did not come.
         """
-        if self._recording is None or stage not in self._latest:
+        if self._recorder is None:
             raise ValueError(
                 "record() needs PolicyClient(learner=…), and infer() in mode train before each"
             )
-        pending = self._latest[stage]
-        reply = pending.result()
-        if pending.single:
-            reward, terminated, truncated = ([value] for value in (reward, terminated, truncated))
-            final_obs = None if final_obs is None else with_axis(final_obs)
-        self._recording.answered(stage, reply, pending.policy_version)
-        self._recording.outcome(stage, reward, terminated, truncated, final_obs, valid)
-        del self._latest[stage]
+        self._recorder.tell(reward, terminated, truncated, final_obs, valid, stage)
 
     def rest(self, stage: int = 0) -> None:
         """Say that this pipeline stage asks no more for now.
@@ -387,8 +375,8 @@ class PolicyClient:
             return  # the socket is the parent's
         with self._exclusive() as connection:
             self._closed = True
-            if self._recording is not None:
-                self._recording.close()
+            if self._recorder is not None:
+                self._recorder.close()
             connection.close(ClientClosed("the client was closed"))
 
     def __enter__(self) -> PolicyClient:
@@ -422,16 +410,12 @@ class PolicyClient:
         self._connection = Connection(self.endpoint, {**introduction, **self._place}, self._keys)
         self._turn = _Turn(self._connection)
         self._memory = Memory()
-        if self._record_to is not None:
-            self._latest = {}
-            from zmqrl.recording import Recording  # most clients record nothing
+        if self._learner is not None:
+            from zmqrl.recording.recorder import Recorder  # most clients record nothing
 
             try:
-                self._recording = Recording(
-                    name=self.name,
-                    incarnation=self._incarnation,
-                    keys=self._keys,
-                    **self._record_to,
+                self._recorder = Recorder(
+                    name=self.name, incarnation=self._incarnation, keys=self._keys, **self._learner
                 )
             except Exception:
                 self._connection.close(ClientClosed("the client was not opened"))
@@ -468,16 +452,3 @@ def _waited_for(pending: Pending) -> Dict[str, Any]:
     except BaseException:
         pending.cancel()  # nobody waits for it any more
         raise
-
-
-def _action_space_of(envs: Any) -> Any:
-    """The action space of one simulator, of a vector env or of a single one."""
-    return getattr(envs, "single_action_space", None) or getattr(envs, "action_space", None)
-
-
-def _autoreset_of(envs: Any) -> str:
-    """How a Gymnasium vector env begins the next episode; what is none leaves it to the caller."""
-    if not hasattr(envs, "single_action_space"):
-        return "disabled"
-    mode = getattr(envs, "metadata", {}).get("autoreset_mode")
-    return "next_step" if mode is None else str(getattr(mode, "name", mode)).lower()

@@ -83,14 +83,14 @@ def test_a_request_that_stays_unanswered_ends_in_time_although_nothing_arrives()
 def test_its_file_stays_the_same_when_a_broker_that_hung_gets_a_new_socket(pool: Pool) -> None:
     client = pool.start().client(timeout=30.0)
     file = client.fileno()
-    socket_before = client._connection._socket
+    socket_before = client._connection._link._socket
     served(client, [client.submit(x(1))])
     pool.freeze("broker")
     pending = [client.submit(x(n)) for n in range(20)]
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)
         until = time.monotonic() + 20
-        while client._connection._socket is socket_before:
+        while client._connection._link._socket is socket_before:
             assert time.monotonic() < until
             selector.select(client.catch_up())
         pool.thaw("broker")

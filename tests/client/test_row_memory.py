@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zmqrl.asking import Request
+from zmqrl.client.asking import Request
+from zmqrl.client.memory import Ask, Memory
 from zmqrl.errors import EncodeError, PolicyTimeout, StateLost
-from zmqrl.memory import Ask, Memory
 from zmqrl.transport.header import FLAG_BEGINS, FLAG_KEPT, FLAG_MEMORY, Header, Op
 
 

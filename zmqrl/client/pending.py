@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Callable, ContextManager, Dict, Optional, Tuple
 
-from zmqrl.asking import Request
-from zmqrl.connection import Connection
+from zmqrl.client.asking import Request
+from zmqrl.client.connection import Connection
 from zmqrl.errors import ClientError
 
 

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from zmqrl.asking import Request
+from zmqrl.client.asking import Request
 from zmqrl.errors import StateLost
 from zmqrl.transport.header import FLAG_BEGINS, FLAG_KEPT, FLAG_MEMORY
 from zmqrl.transport.rows import layout, one_per_row

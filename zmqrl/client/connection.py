@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import select
 import time
-from typing import Any, Dict, List, Optional, Set, Tuple, Type
+from typing import Any, Dict, List, Optional
 
-import numpy as np
-import zmq
-
-from zmqrl.asking import Request
+from zmqrl.client.answers import error_of, output_of
+from zmqrl.client.asking import Request
+from zmqrl.client.link import Link
 from zmqrl.errors import (
-    AttemptsExhausted,
     AuthenticationFailed,
     BrokerStopping,
     BrokerUnreachable,
@@ -21,32 +17,17 @@ from zmqrl.errors import (
     Overloaded,
     PolicyError,
     PolicyTimeout,
-    Replaced,
     RequestRefused,
     SharedMemoryLost,
-    StateLost,
     VersionMismatch,
 )
-from zmqrl.transport import sockets
-from zmqrl.transport.codec import decode, decode_meta, encode_meta
-from zmqrl.transport.header import (
-    FLAG_LANE,
-    FLAG_MEMORY,
-    FLAG_READS_LANE,
-    HEADER_SIZE,
-    Header,
-    Op,
-    unpack,
-)
+from zmqrl.transport.codec import decode_meta, encode_meta
+from zmqrl.transport.header import FLAG_LANE, FLAG_READS_LANE, HEADER_SIZE, Header, Op, unpack
 from zmqrl.transport.refusal import Refusal, Suspicion
 from zmqrl.transport.security import Keys
 from zmqrl.transport.sharedmem import Lane
-from zmqrl.transport.tree import leaves
 
 _REPLY = int(Op.REPLY)  # a member of an enum costs at every look
-
-_TICK = 0.2
-"""Seconds for which `recv` waits at most: as one call it costs less than a poll and a look before it."""
 
 _ASK_AFTER = 1.0
 """Seconds without a word about a request, after which the client asks whether it is known."""
@@ -64,18 +45,6 @@ _SLOW_LINK = 10e6
 
 _RETRY_AFTER = 0.2
 """Seconds between two tries where the broker cannot take a request yet."""
-
-_FATAL: Dict[str, Type[ClientError]] = {
-    "policy": PolicyError,
-    "attempts": AttemptsExhausted,
-    "deadline": PolicyTimeout,
-    "memory": RequestRefused,
-    "state": StateLost,
-    "replaced": Replaced,
-    "refused": RequestRefused,
-    "revoked": AuthenticationFailed,
-}
-
 
 _AT_EASE = 60.0
 """Seconds until somebody who awaits nothing need look again; a selector takes no infinite time."""
@@ -102,18 +71,15 @@ class Connection:
 
     def __init__(self, endpoint: str, introduction: Dict[str, Any], keys: Optional[Keys] = None) -> None:
         self.endpoint = endpoint
-        self._keys = keys
-        self._suspicion = Suspicion(endpoint, keys)
         self.requests: Dict[int, Request] = {}
-        self._introduction = introduction
-        self._resting: Set[int] = set()
+        self._link = Link(endpoint, introduction, keys)
+        self._suspicion = Suspicion(endpoint, keys)
         self._reached = False  # whether the broker has said anything on this socket
+        self._asked: Optional[float] = None  # since when a KNOWN is unanswered
         self._patience = _REBUILD_AFTER
         self._refusal = (float("-inf"), "")  # when the broker last said that it is full, and how
         self._lane = Lane()
-        self._watch: Optional[select.epoll] = None
         self._untold = False  # whether a request has ended since the last `catch_up`
-        self._connect()
 
     @property
     def shares_memory(self) -> bool:
@@ -132,13 +98,12 @@ class Connection:
             if self._is_deaf(time.monotonic()):
                 self._rebuild()
         if self._suspicion.reason:  # libzmq gives a socket up that was refused
-            self._disconnect()
             self._suspicion.end()
-            self._connect()
+            self._renew()
         if not self._reached and not self.requests:
             left = request.deadline - time.monotonic()
             self._suspicion.begin(after=min(_SUSPECT_AFTER, left / 2))
-        self._resting.discard(request.header.stage)
+        self._link.goes_on(request.header.stage)
         request.size = len(request.meta) + sum(map(len, request.buffers))
         if request.buffers:
             request.settle(self._lane)
@@ -174,8 +139,7 @@ class Connection:
             Seconds until more is due; 0 if a request has ended since the last call.
         """
         while True:
-            if sockets.has_input(self._socket):
-                self._receive(_NO_REQUEST)
+            self._receive(_NO_REQUEST)
             pause = _AT_EASE
             if self.requests:
                 now = time.monotonic()
@@ -195,67 +159,31 @@ class Connection:
 
     def fileno(self) -> int:
         """A file that is readable when `catch_up` has something to do; the same until `close`."""
-        if self._watch is None:
-            # A file around libzmq's: that is another one for each socket, be it of the same number.
-            self._watch = select.epoll()
-            self._watch.register(self._file, select.EPOLLIN)
-        return self._watch.fileno()
+        return self._link.fileno()
 
     def cancel(self, request: Request) -> None:
         """Give a request up, and tell the broker."""
-        self._send_frames([Header(Op.CANCEL, request_id=request.header.request_id).pack()])
+        self._link.send([Header(Op.CANCEL, request_id=request.header.request_id).pack()])
         self._end(request, error=ClientError("the request was cancelled"))
 
     def rest(self, stage: int) -> None:
         """Say that a pipeline stage asks no more for now; said again to every new broker."""
-        self._resting.add(stage)
-        self._send_frames([Header(Op.REST, stage=stage).pack()])
+        self._link.rest(stage)
 
     def phase(self, phase: str) -> None:
         """Say what this client does until its next request."""
-        self._send_frames([Header(Op.PHASE).pack() + encode_meta({"phase": phase})])
+        self._link.send([Header(Op.PHASE).pack() + encode_meta({"phase": phase})])
 
     def close(self, error: ClientError) -> None:
         """Say goodbye; what is open ends in `error`."""
         for request in list(self.requests.values()):
             self._end(request, error=error)
-        self._send_frames([Header(Op.BYE).pack()])
+        self._link.send([Header(Op.BYE).pack()])
         self._suspicion.end()
-        self._disconnect(linger=None)
-        if self._watch is not None:
-            self._watch.close()
+        self._link.close()
         self._lane.close()
 
     # -- Sending
-
-    @property
-    def _file(self) -> int:
-        """libzmq's file of the socket of now."""
-        return int(self._socket.getsockopt(zmq.FD))
-
-    def _disconnect(self, linger: Optional[int] = 0) -> None:
-        if self._watch is not None:
-            # A forked process may hold the file open, and a closed one be readable for ever.
-            with contextlib.suppress(OSError, zmq.ZMQError):
-                self._watch.unregister(self._file)
-        self._socket.close(linger)
-
-    def _connect(self) -> None:
-        self._socket = sockets.dealer(zmq.Context.instance(), self.endpoint, keys=self._keys)
-        self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * _TICK))
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        if self._watch is not None:
-            self._watch.register(self._file, select.EPOLLIN)
-        self._suspicion.begin()
-        self._asked: Optional[float] = None  # since when a KNOWN is unanswered
-        self._hello()
-
-    def _hello(self) -> None:
-        self._said_hello = time.monotonic()
-        self._send_frames([Header(Op.HELLO).pack() + encode_meta(self._introduction)])
-        for stage in self._resting:
-            self._send_frames([Header(Op.REST, stage=stage).pack()])
 
     def _send(self, request: Request) -> None:
         now = time.monotonic()
@@ -265,17 +193,7 @@ class Connection:
         request.attempt = min(request.attempt + 1, 255)
         request.look_at = min(now + _ASK_AFTER, request.deadline)
         request.retry = False
-        self._send_frames([first, *request.buffers])
-
-    def _send_frames(self, frames: List[Any]) -> None:
-        """Send without waiting; what does not fit is asked for again by `_look_after`."""
-        try:
-            sockets.send(self._socket, frames)
-        except BaseException:
-            # Ctrl-C between two frames: what is sent next would become part of this message.
-            self._disconnect()
-            self._connect()
-            raise
+        self._link.send([first, *request.buffers])
 
     # -- Looking after what is silent
 
@@ -297,7 +215,7 @@ class Connection:
             return
         if now >= request.deadline:
             self._ask(request, now)  # any answer tells the next call that the socket is alive
-            self._send_frames([Header(Op.CANCEL, request_id=request.header.request_id).pack()])
+            self._link.send([Header(Op.CANCEL, request_id=request.header.request_id).pack()])
             self._end(request, error=self._timeout_of(request))
         elif request.retry:
             self._send(request)
@@ -311,7 +229,7 @@ class Connection:
         """Ask whether the broker has a request."""
         if self._asked is None:
             self._asked = now
-        self._send_frames([Header(Op.KNOWN, request_id=request.header.request_id).pack()])
+        self._link.send([Header(Op.KNOWN, request_id=request.header.request_id).pack()])
 
     def _is_deaf(self, now: float) -> bool:
         """Whether not even KNOWN is answered: the connection may be half dead."""
@@ -319,12 +237,16 @@ class Connection:
 
     def _rebuild(self) -> None:
         """Make the socket anew, and send again what is open."""
-        self._disconnect()
         self._reached = False
         self._patience *= 2
-        self._connect()
+        self._renew()
         for request in self.requests.values():
             self._send(request)
+
+    def _renew(self) -> None:
+        self._link.renew()
+        self._suspicion.begin()
+        self._asked = None
 
     def _transfer_s(self) -> float:
         """Seconds that what is open may take on a slow link."""
@@ -364,19 +286,11 @@ class Connection:
 
     def _receive(self, awaited: Request, seconds: float = 0.0) -> None:
         """Read what arrives, up to the end of the request that is awaited; wait this long for it."""
-        flags = sockets.NOBLOCK
-        if seconds >= _TICK:
-            flags = 0
-        elif seconds > 0:
-            self._poller.poll(int(seconds * 1000 + 0.999))
-        elif not sockets.has_input(self._socket):
-            return  # who looks again and again should not pay for an exception each time
         while not awaited.done:
-            try:
-                first = self._socket.recv(flags)
-            except zmq.Again:
+            first = self._link.first(seconds)
+            if first is None:
                 return
-            flags = sockets.NOBLOCK
+            seconds = 0.0
             try:
                 self._handle(first)
             except VersionMismatch as error:
@@ -388,7 +302,7 @@ class Connection:
     def _handle(self, first: bytes) -> None:
         """Act on a message, of which the first frame has been read."""
         header = unpack(first)
-        buffers = self._buffers() if header.frames else []
+        buffers = self._link.others() if header.frames else []
         self._reached = True
         self._asked = None
         self._suspicion.end()
@@ -400,8 +314,8 @@ class Connection:
                 self._lane.reader.dismiss(first[HEADER_SIZE:])
         elif header.op == Op.UNKNOWN:
             now = time.monotonic()
-            if now >= self._said_hello + _RETRY_AFTER:
-                self._hello()
+            if now >= self._link.said_hello + _RETRY_AFTER:
+                self._link.hello()
                 if request is not None:
                     self._send(request)
             elif request is not None:
@@ -414,15 +328,6 @@ class Connection:
             request.kind = PolicyTimeout
             request.state = str(decode_meta(first[HEADER_SIZE:]).get("state", ""))
 
-    def _buffers(self) -> List[Any]:
-        """The other frames of the message in hand; most messages have none, and are not asked."""
-        buffers: List[Any] = []
-        more = bool(self._socket.getsockopt(zmq.RCVMORE))
-        while more:
-            buffers.append(self._socket.recv(sockets.NOBLOCK, copy=False))
-            more = buffers[-1].more
-        return buffers
-
     def _reply(self, request: Request, header: Header, meta: bytes, buffers: List[Any]) -> None:
         self._patience = _REBUILD_AFTER
         request.reply = header
@@ -432,11 +337,7 @@ class Connection:
                 meta, copies = self._lane.reader.copies(meta)
                 buffers = [*copies, *buffers]
             request.reply_size = len(meta) + sum(map(len, buffers))
-            result = decode(meta, buffers)
-            if not isinstance(result, dict):
-                raise DecodeError(f"it is a {type(result).__name__}, not a dict")
-            if header.flags & FLAG_MEMORY:
-                result, request.carried = _output_and_state(result, header.rows)
+            result, request.carried = output_of(header, meta, buffers)
             self._end(request, result=result)
         except SharedMemoryLost:
             self._leave_the_lane(request)
@@ -444,11 +345,10 @@ class Connection:
             self._end(request, error=PolicyError(f"the reply cannot be read: {error}"))
 
     def _error(self, request: Optional[Request], request_id: int, fields: Dict[str, Any]) -> None:
-        code = str(fields.get("code"))
-        message = str(fields.get("message", "unexplained error"))
+        code = fields.get("code")
         if request_id == 0:  # about this client as a whole
             for other in list(self.requests.values()):
-                self._end(other, error=self._error_of(code, message))
+                self._end(other, error=error_of(self.endpoint, fields))
         elif request is None:
             return
         elif code in ("overloaded", "stopping"):
@@ -457,45 +357,17 @@ class Connection:
             wait_ms = retry_after if isinstance(retry_after, int) else 1000 * _RETRY_AFTER
             now = time.monotonic()
             request.kind = Overloaded if code == "overloaded" else BrokerStopping
+            request.state = str(fields.get("message", ""))
             if code == "overloaded":
-                self._refusal = (now, message)
-            request.state = message
+                self._refusal = (now, request.state)
             self._try_again(request, now, min(max(wait_ms / 1000, 0.001), 10.0))
         elif code == "lane" and request.slot is not None:
             self._leave_the_lane(request)
         else:
-            if code == "memory" and request.leaves_memory_out:
-                code = "state"  # the policy is another one now
-            of = f"the policy {request.policy!r}: " if request.policy else ""
-            error = self._error_of(code, of + message)
-            if isinstance(error, StateLost):
-                error.rows = _numbers_below(fields.get("rows"), request.header.rows)
-            self._end(request, error=error)
+            self._end(request, error=error_of(self.endpoint, fields, request))
 
     def _leave_the_lane(self, request: Request) -> None:
         """A peer cannot read this process's memory, or the other way round; send over the socket."""
         self._lane.give_up()
         request.leave(self._lane)
         self._send(request)
-
-    def _error_of(self, code: str, message: str) -> ClientError:
-        return _FATAL.get(code, ClientError)(f"{self.endpoint}: {message}")
-
-
-def _output_and_state(result: Dict[str, Any], rows: int) -> Tuple[Dict[str, Any], Any]:
-    """The two parts of a reply that carries states.
-
-    Raises:
-        DecodeError: It is no such reply.
-    """
-    output, state = result.get("output"), result.get("state")
-    if not isinstance(output, dict) or state is None:
-        raise DecodeError("it has no 'output' and 'state'")
-    for path, leaf in leaves(state):
-        if not isinstance(leaf, np.ndarray) or leaf.shape[:1] != (rows,):
-            raise DecodeError(f"the state has no array of {rows} rows at {path!r}")
-    return output, state
-
-
-def _numbers_below(numbers: Any, end: int) -> List[int]:
-    return [n for n in numbers if type(n) is int and 0 <= n < end] if isinstance(numbers, list) else []

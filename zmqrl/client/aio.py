@@ -6,9 +6,9 @@ import asyncio
 import os
 from typing import Any, Dict, Optional, Set, Union
 
-from zmqrl.client import PolicyClient
+from zmqrl.client.client import PolicyClient
+from zmqrl.client.pending import Pending
 from zmqrl.errors import ClientInUse
-from zmqrl.pending import Pending
 from zmqrl.transport.sockets import MAX_MESSAGE_MB
 from zmqrl.transport.tree import with_axis, without_axis
 

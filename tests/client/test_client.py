@@ -20,7 +20,7 @@ import zmq
 from conftest import Pool, wait_for
 
 from zmqrl import Pending, PolicyClient
-from zmqrl.asking import Request
+from zmqrl.client.asking import Request
 from zmqrl.errors import (
     BrokerUnreachable,
     ClientClosed,
