@@ -69,7 +69,7 @@ def states_carried_broker_restarted(trial: Trial) -> None:
 
 
 def _broker_restarted(trial: Trial, affinity: str) -> None:
-    pool = _start(trial, affinity, 2)
+    _start(trial, affinity, 2)
     load = _load(trial, affinity)
     for number in range(trial.size(6, quick=2)):
         load.wait_for(trial.size(500, quick=100))

@@ -362,7 +362,7 @@ def test_a_compiled_policy_with_memory_is_compiled_in_the_warm_up(tmp_path: Any,
     for step, rows in enumerate([2, 2, 4, 3, 9, 1, 9]):
         ids = list(range(rows))
         part = None if carried is None or len(carried) < rows else carried[:rows]
-        begins = [part is None and most_mb is None or step < 2 or i >= 2 for i in ids]
+        begins = [(part is None and most_mb is None) or step < 2 or i >= 2 for i in ids]
         recall = states.recall([memory(ids, [step] * rows, begins, part)])
         tree = {"x": np.ones((rows, 3), np.float32)}
         said = inference.run([tree], [rows], [False], 0, recall)
