@@ -217,7 +217,7 @@ class TensorPolicy:
             # Only from pinned memory is copied while the GPU computes. A batch lies in it already.
             tensor = tensor.pin_memory()
         dtype = self._dtype if tensor.is_floating_point() else None
-        return tensor.to(self.device, dtype, non_blocking=True)
+        return tensor.to(self.device, dtype, non_blocking=self.wants_pinned)
 
     def _to_arrays(self, tree: Any) -> Any:
         if isinstance(tree, dict):
