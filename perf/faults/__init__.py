@@ -27,7 +27,17 @@ COLUMNS = (
     "ok",
 )
 
-MODULES = ("workers", "clients", "broker", "links", "hostile", "runs", "network", "security")
+MODULES = (
+    "workers",
+    "clients",
+    "broker",
+    "states",
+    "links",
+    "hostile",
+    "runs",
+    "network",
+    "security",
+)
 """What is hurt; the drills of each run in this order."""
 
 for _name in MODULES:

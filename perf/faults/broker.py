@@ -16,18 +16,24 @@ def broker_restarted(trial: Trial) -> None:
     `reruns` may be above 0. Where the process alone takes more than a second to start, since others have
     the cores, it is 2 s from then.
     """
-    pool = trial.pool.start(2, seconds=0.005)
+    trial.pool.start(2, seconds=0.005)
     load = trial.load(clients=16)
     for number in range(trial.size(6, quick=2)):
         load.wait_for(trial.size(500, quick=100))
-        moment = (pool.terminate if number % 2 else pool.kill)("broker")
-        pool.wait_for_exit("broker")
-        pool.lines.clear()
-        pool.start_broker()
-        _wait_for_line(pool, "serving")
-        serves = time.monotonic() - moment
-        trial.recovers(moment, within=max(3.0, serves + 2.0))
+        restart(trial, number)
     load.wait_for(100)
+
+
+def restart(trial: Trial, number: int) -> None:
+    """End the broker, by SIGKILL if `number` is even, else by SIGTERM, and start it again."""
+    pool = trial.pool
+    moment = (pool.terminate if number % 2 else pool.kill)("broker")
+    pool.wait_for_exit("broker")
+    pool.lines.clear()
+    pool.start_broker()
+    _wait_for_line(pool, "serving")
+    serves = time.monotonic() - moment
+    trial.recovers(moment, within=max(3.0, serves + 2.0))
 
 
 def _wait_for_line(pool: Pool, words: str) -> None:

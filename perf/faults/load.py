@@ -11,11 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from faults.envs import Envs, Told
 from faults.policies import is_answer_to, observation
 from faults.pool import wait_for
 from zmqrl import PolicyClient
 from zmqrl.client import Pending
-from zmqrl.errors import BrokerUnreachable, ClientClosed, ClientError, PolicyTimeout, Replaced
+from zmqrl.errors import (
+    BrokerUnreachable,
+    ClientClosed,
+    ClientError,
+    PolicyTimeout,
+    Replaced,
+    StateLost,
+)
 from zmqrl.transport.codec import decode_meta
 from zmqrl.transport.header import HEADER_SIZE, Op, op_of, request_id_of
 
@@ -39,7 +47,8 @@ class Ledger:
     duplicated: int = 0
     """Replies and final errors that came for a call that had one already."""
     crossed: int = 0
-    """Answers that were made of other data than was asked about, or by other weights than they say."""
+    """Answers that were made of other data than was asked about, of another state, or by other weights
+    than they say."""
 
     def add(self, other: Ledger) -> None:
         """Add the counts of another ledger."""
@@ -83,6 +92,8 @@ class Load:
         timeout: Seconds that a call may take. One that ends in `PolicyTimeout` or `BrokerUnreachable` is
             lost, unless the drill expects that error.
         width: Numbers in a row; None mixes small and large ones.
+        envs: Of each client, if the policy has a memory; see `faults.envs`.
+        stay: Whether their states stay in one process for all of an episode.
         expects: The errors that the drill is about.
         mark: Gives the `Command` for a request, from the numbers of the client and of the request.
         options: For every `PolicyClient`; callables are called with the client's number.
@@ -98,6 +109,8 @@ class Load:
         depth: int = 1,
         timeout: float = 30.0,
         width: int | None = None,
+        envs: int = 0,
+        stay: bool = False,
         expects: tuple[type[ClientError], ...] = (),
         mark: Callable[[int, int], int] = lambda client, sequence: 0,
         **options: Any,
@@ -106,10 +119,12 @@ class Load:
         self.expects = expects
         self.failures: list[Failure] = []
         """The calls that ended in an error."""
+        self.told: list[Told] = []
+        """What the clients were told of lost states."""
         self.ended: list[tuple[float, float]] = []
         """When each call began and ended."""
         self._left = float("inf") if requests is None else requests
-        self._timeout, self._width, self._mark = timeout, width, mark
+        self._timeout, self._width, self._mark, self._stay = timeout, width, mark, stay
         self._stopping = self._broken_off = False
         self._failure: BaseException | None = None
         self._clients = {
@@ -121,7 +136,7 @@ class Load:
             for number in range(first, first + clients)
         }
         self._seats = [
-            _Seat(client, number, sequence, depth)
+            _Seat(client, number, sequence, depth, Envs(envs) if envs else None)
             for sequence in range(depth)
             for number, client in self._clients.items()
         ]
@@ -218,7 +233,8 @@ class Load:
         command = self._mark(seat.number, seat.sequence)
         seat.asked = observation(seat.number, seat.sequence, rows, width, command)
         seat.begun = time.monotonic()
-        seat.pending = seat.client.submit(seat.asked)
+        memory = {} if seat.envs is None else seat.envs.ask(seat.sequence, rows)
+        seat.pending = seat.client.submit(seat.asked, **memory)
         return seat.begun
 
     def _end(self, seat: _Seat) -> None:
@@ -227,11 +243,15 @@ class Load:
         try:
             answer = pending.result()
             weights = answer.get("weights", pending.policy_version)
-            made_by_them = np.all(weights == pending.policy_version)
-            ledger.crossed += not (is_answer_to(seat.asked, answer) and made_by_them)
+            is_right = is_answer_to(seat.asked, answer) and np.all(weights == pending.policy_version)
+            if seat.envs is not None:
+                is_right &= seat.envs.take(seat.asked["tag"], answer, self._stay)
+            ledger.crossed += not is_right
             ledger.answered += 1
         except ClientError as error:
             self.failures.append(Failure(seat.number, seat.sequence, error))
+            if isinstance(error, StateLost) and seat.envs is not None:
+                self.told.append(seat.envs.lose(str(error), error.rows))
             if isinstance(error, (PolicyTimeout, BrokerUnreachable)) and not isinstance(
                 error, self.expects
             ):
@@ -280,6 +300,7 @@ class _Seat:
     number: int
     sequence: int
     stride: int
+    envs: Envs | None
     asked: dict[str, Any] = field(default_factory=dict)
     pending: Pending | None = None
     begun: float = 0.0

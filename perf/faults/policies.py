@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 _MASK = 0x5A5A5A5A
+_MERSENNE = 2**31 - 1
 _RUNS = "runs-"
 _STUCK = "stuck-"
 
@@ -104,6 +105,28 @@ def runs(folder: Path) -> Counter[tuple[int, int]]:
         notes = np.fromfile(file, np.int64)
         counter.update(map(tuple, notes[: len(notes) // 2 * 2].reshape(-1, 2).tolist()))
     return counter
+
+
+class Remembering(Tagged):
+    """Has a memory, and says with each answer what is in it, and in which process.
+
+    A state has the `count` of its steps and their `trace`, a number made of all of them and their order.
+    """
+
+    def initial_state(self, rows: int) -> dict[str, np.ndarray]:
+        return {"count": np.zeros(rows, np.int64), "trace": np.zeros(rows, np.int64)}
+
+    def infer(self, observation: dict[str, Any], eval_mask: np.ndarray, state: dict[str, Any]) -> Any:
+        answer = super().infer(observation, eval_mask)
+        state["count"] += 1  # in place: it is the policy's own, whatever becomes of this call
+        state["trace"] = traced(state["trace"], observation["tag"])
+        pid = np.full(len(eval_mask), os.getpid())
+        return {**answer, "count": state["count"].copy(), "trace": state["trace"], "pid": pid}, state
+
+
+def traced(trace: np.ndarray, tag: np.ndarray) -> np.ndarray:
+    """The trace of rows after one more step each; no other order, row or client gives the same."""
+    return (trace * 48271 + tag[:, 0] * 7919 + tag[:, 1] * 31 + tag[:, 2] + 1) % _MERSENNE
 
 
 class Weighted(Tagged):

@@ -314,6 +314,19 @@ def test_a_module_is_loaded_and_warmed_up_on_its_device(source):
     assert policy.infer(state(), TRAIN).shape == (4, 1)
 
 
+def test_an_example_of_tensors_goes_to_the_device_in_the_dtype_of_the_module():
+    seen = []
+
+    class Seeing(torch.nn.Linear):
+        def forward(self, observation):
+            seen.append((observation.device.type, observation.dtype))
+            return np.zeros((2, 1))
+
+    example = torch.zeros(2, 3, dtype=torch.float64)
+    TensorPolicy(Seeing(3, 1), "meta").infer(example, np.ones(2, bool))
+    assert seen == [("meta", torch.float32)]
+
+
 @pytest.mark.parametrize(
     ("factory", "kwargs", "message", "cause"),
     [

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from zmqrl.errors import DecodeError, PolicyLoadError, PolicyOutputError
+from zmqrl.imports import import_object
 from zmqrl.rollout.download import Weights
 from zmqrl.rollout.inference import Inference
 from zmqrl.rollout.policy import TensorPolicy, as_policy, keeps_state, load_policy
@@ -347,3 +348,58 @@ def test_the_warm_up_calls_a_policy_with_memory(tmp_path: Any) -> None:
     )
     assert load_policy(f"{module}:Warm", {}, "cpu").calls == [1]
     assert load_policy(f"{module}:Warm", {}, "cpu", [2, 4]).calls[-4:] == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("most_mb", [1, None])
+def test_a_compiled_policy_with_memory_is_compiled_in_the_warm_up(tmp_path: Any, most_mb: Any) -> None:
+    module = tmp_path / "compiled.py"
+    module.write_text(COMPILED)
+    policy = load_policy(f"{module}:make", {}, "cpu", [2, 4])
+    shapes = import_object(f"{module}:shapes")
+    assert sorted(shapes) == [2, 4]
+    inference, states = Inference(PolicyVersions(policy), "actions", [2, 4]), States(most_mb)
+    carried = None
+    for step, rows in enumerate([2, 2, 4, 3, 9, 1, 9]):
+        ids = list(range(rows))
+        part = None if carried is None or len(carried) < rows else carried[:rows]
+        begins = [(part is None and most_mb is None) or step < 2 or i >= 2 for i in ids]
+        recall = states.recall([memory(ids, [step] * rows, begins, part)])
+        tree = {"x": np.ones((rows, 3), np.float32)}
+        said = inference.run([tree], [rows], [False], 0, recall)
+        answer = recall.answer(said.output, said.version, said.state)
+        recall.commit()
+        carried = answer["state"] if most_mb is None else None
+    assert sorted(shapes) == [2, 4]
+
+
+COMPILED = """
+import numpy as np
+import torch
+
+shapes = []
+
+
+def backend(graph, inputs):
+    shapes.append(next(i.shape[0] for i in inputs if i.shape[-1] == 3 and i.shape[0] != 12))
+    return graph.forward
+
+
+class Recurrent(torch.nn.Module):
+    example_observation = {"x": np.zeros((1, 3), np.float32)}
+
+    def __init__(self):
+        super().__init__()
+        self.cell = torch.nn.GRUCell(3, 4)
+
+    def initial_state(self, rows):
+        return torch.zeros(rows, 4)
+
+    def forward(self, observation, state):
+        state = self.cell(observation["x"], state)
+        return {"actions": state[:, :2]}, state
+
+
+def make():
+    torch.compiler.reset()
+    return torch.compile(Recurrent(), backend=backend, dynamic=False)
+"""

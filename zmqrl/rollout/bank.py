@@ -275,7 +275,8 @@ def put(tree: Any, rows: Slots, values: Any) -> None:
     """Write rows of `values` over some of a tree's own."""
 
     def write(leaf: Any, value: Any) -> None:
-        leaf[rows] = value.detach() if hasattr(value, "detach") else value
+        # A policy may begin its states in main memory, and return them from a GPU.
+        leaf[rows] = value.detach().to(leaf.device) if hasattr(value, "detach") else value
 
     mapped(write, tree, values)
 

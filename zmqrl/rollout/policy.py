@@ -207,14 +207,17 @@ class TensorPolicy:
             return {key: self._to_tensors(child) for key, child in tree.items()}
         if isinstance(tree, list):
             return [self._to_tensors(child) for child in tree]
-        if not isinstance(tree, np.ndarray) or tree.dtype.kind not in "biufc":
+        if isinstance(tree, self._torch.Tensor):  # in an example, say
+            tensor = tree
+        elif isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
+            tensor = self._torch.from_numpy(tree)
+        else:
             return tree
-        tensor = self._torch.from_numpy(tree)
-        if self.wants_pinned:
+        if self.wants_pinned and tensor.device.type == "cpu":
             # Only from pinned memory is copied while the GPU computes. A batch lies in it already.
             tensor = tensor.pin_memory()
         dtype = self._dtype if tensor.is_floating_point() else None
-        return tensor.to(self.device, dtype, non_blocking=True)
+        return tensor.to(self.device, dtype, non_blocking=self.wants_pinned)
 
     def _to_arrays(self, tree: Any) -> Any:
         if isinstance(tree, dict):
@@ -383,7 +386,8 @@ def _warm_up(policy: Policy, example: Any, static_sizes: Sequence[int]) -> None:
     def call(observation: Any, eval_mask: np.ndarray) -> None:
         more: dict[str, Any] = {"valid_mask": np.ones_like(eval_mask)} if takes_valid_mask else {}
         if has_memory:
-            more["state"] = initial_state(policy, len(eval_mask))
+            # Copied as for a request: torch compiles anew for a tensor that inference mode has made.
+            more["state"] = mapped(copied, initial_state(policy, len(eval_mask)))
         policy.infer(observation, eval_mask, **more)
 
     if not static_sizes:
