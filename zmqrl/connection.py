@@ -49,7 +49,8 @@ _TICK = 0.2
 """Seconds for which `recv` waits at most: as one call it costs less than a poll and a look before it."""
 
 _ASK_AFTER = 1.0
-"""Seconds without a word about a request, after which the client asks whether it is known."""
+"""Seconds without a word about a request, after which the client asks whether it is known; half of the
+time that the request has, if that is less: what it ends in should say what it waits for."""
 
 _REBUILD_AFTER = 2.0
 """Seconds without a word from the broker after that question, after which the socket is made anew; twice
@@ -263,7 +264,7 @@ class Connection:
         first = request.header.pack_again(request.attempt, budget_ms)
         first += request.meta if request.slot is None else request.slot.descriptor + request.meta
         request.attempt = min(request.attempt + 1, 255)
-        request.look_at = min(now + _ASK_AFTER, request.deadline)
+        request.look_at = now + min(_ASK_AFTER, max(0.0, request.deadline - now) / 2)
         request.retry = False
         self._send_frames([first, *request.buffers])
 
@@ -469,7 +470,8 @@ class Connection:
             of = f"the policy {request.policy!r}: " if request.policy else ""
             error = self._error_of(code, of + message)
             if isinstance(error, StateLost):
-                error.rows = _numbers_below(fields.get("rows"), request.header.rows)
+                rows = request.header.rows
+                error.rows = _numbers_below(fields.get("rows", list(range(rows))), rows)
             self._end(request, error=error)
 
     def _leave_the_lane(self, request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from conftest import TESTS, Pool
 from runner.evaluation import SIM, Run
 
-from zmqrl import config
+from zmqrl import AsyncPolicyClient, config
 from zmqrl.config.policies import assigned
 from zmqrl.errors import ConfigError, PolicyError, PolicyTimeout
 
@@ -132,9 +133,17 @@ def test_a_client_asks_policies_by_name_and_is_told_which_there_are(pool: Pool) 
     with pytest.raises(PolicyError, match="weights of version 3"):
         client.infer(observation, policy="right", version=3)
     for policy in ("lift", ""):
-        with pytest.raises(PolicyTimeout, match="the policy 'left', the policy 'right'") as error:
-            client.infer(observation, policy=policy, timeout=3)
-        assert ("the policy 'lift'" in str(error.value)) == bool(policy)
+        for timeout in (3, 1, 0.3):
+            with pytest.raises(PolicyTimeout, match="the policy 'left', the policy 'right'") as error:
+                client.infer(observation, policy=policy, timeout=timeout)
+            assert ("the policy 'lift'" in str(error.value)) == bool(policy)
+
+    async def ask() -> None:
+        async with AsyncPolicyClient(pool.frontend) as asking:
+            await asking.infer(observation, policy="lift", timeout=1)
+
+    with pytest.raises(PolicyTimeout, match="the policy 'left', the policy 'right'"):
+        asyncio.run(ask())
     served = {worker["name"]: worker["policy"] for worker in pool.status()["workers"]}
     assert sorted(served.values()) == ["left", "right"]
 
