@@ -33,7 +33,8 @@ def test_the_share_of_each_env_worker_is_reported(folder: Path) -> None:
     fast, slow = shares(run.result())
     assert 3 < fast / slow < 15
     assert "train/share/env-0" in run.records()[-1]
-    assert "largest share" in run.text()
+    assert "max share: env-0" in run.text()
+    assert "share of env-1" in run.text()
 
 
 def test_a_fast_env_worker_has_no_more_than_the_cap_in_all_its_stages(folder: Path) -> None:
