@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import TESTS, Pool
-from runner.evaluation import SIM, Run
+from runner.evaluation import BOTH_MODES, SIM, SLOW, Run
 
 from zmqrl import AsyncPolicyClient, config
 from zmqrl.config.policies import assigned
@@ -28,7 +28,7 @@ def run(folder: Path, *overrides: str, decoupled: bool = True) -> Run:
     return Run(folder, *overrides, decoupled=decoupled, policy="rollout.device=cpu")
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
+@BOTH_MODES
 def test_each_env_worker_acts_as_its_policy_and_the_results_are_split(
     folder: Path, decoupled: bool
 ) -> None:
@@ -78,17 +78,17 @@ def test_a_policy_twice_with_other_arguments_plays_the_same_start_states(folder:
     assert result["eval/base/return"] == 400
 
 
-SLOW = (
+TWO_SLOW = (
+    *TWO,
+    *SLOW,
     f"{SIM}:Paid",
-    "env.kwargs.length=150",
     "env.eval={total_num_envs: 4, rollout_epoch: 2}",
-    "env.delay_sampler={type: constant, delay: 0.03}",
     "cluster.component_placement.env=0-1",
 )
 
 
 def test_the_loss_of_a_policys_last_worker_does_not_touch_the_other_policy(folder: Path) -> None:
-    evaluation = run(folder, *TWO, *SLOW, "cluster.restart=never")
+    evaluation = run(folder, *TWO_SLOW, "cluster.restart=never")
     evaluation.wait_until_it_steps()
     evaluation.part("start-rollout-worker", "idle").send_signal(signal.SIGKILL)
     assert evaluation.wait() == 1
@@ -100,7 +100,7 @@ def test_the_loss_of_a_policys_last_worker_does_not_touch_the_other_policy(folde
 
 
 def test_a_policys_worker_that_was_killed_is_started_again(folder: Path) -> None:
-    evaluation = run(folder, *TWO, *SLOW)
+    evaluation = run(folder, *TWO_SLOW)
     evaluation.wait_until_it_steps()
     evaluation.part("start-rollout-worker", "idle").send_signal(signal.SIGKILL)
     assert evaluation.wait() == 0, evaluation.text()

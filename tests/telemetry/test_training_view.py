@@ -181,8 +181,8 @@ def test_a_metric_of_a_users_own_algorithm_is_in_the_training_section() -> None:
     [
         ({"env-0": 1.0}, {}),
         (
-            {"env-0": 0.26, "env-1": 0.22, "env-2": 0.27, "env-3": 0.25},
-            {"min share: env-1": "22.0%", "max share: env-2": "27.0%"},
+            {"env-0": 0.25, "env-1": 0.2, "env-2": 0.35, "env-3": 0.2},
+            {"min share: env-1": "20.0%", "max share: env-2": "35.0%"},
         ),
         (
             {"env-0": 0.3, "env-1": 0.1, "env-2": 0.6},

@@ -56,8 +56,8 @@ class Pool:
         options: Options,
         epoch: int,
         now: float,
-        lane: BrokerLane | None = None,
-        send_now: Callable[[bytes, list[Any]], bool] = lambda peer, frames: False,
+        lane: BrokerLane | None,
+        send_now: Callable[[bytes, list[Any]], bool],
     ) -> None:
         self.options = options
         self.epoch = epoch

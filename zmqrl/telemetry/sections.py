@@ -142,7 +142,7 @@ _KNOWN = {
 _EACH = "train/share/"
 _SHARES = (_EACH, "train/share_min", "train/share_max")
 
-_UNEVEN = 1.5
+_UNEVEN = 2.0
 """Times the smallest share of an env worker: if the largest is more, those of all are shown."""
 
 
