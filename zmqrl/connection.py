@@ -263,8 +263,9 @@ class Connection:
         budget_ms = max(1, min(int((request.deadline - now) * 1000), 2**32 - 1))
         first = request.header.pack_again(request.attempt, budget_ms)
         first += request.meta if request.slot is None else request.slot.descriptor + request.meta
+        left = request.deadline - now
+        request.look_at = now + min(_ASK_AFTER, left if request.attempt else left / 2)
         request.attempt = min(request.attempt + 1, 255)
-        request.look_at = now + min(_ASK_AFTER, max(0.0, request.deadline - now) / 2)
         request.retry = False
         self._send_frames([first, *request.buffers])
 
