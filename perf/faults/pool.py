@@ -148,10 +148,12 @@ class Pool:
 
     def wait_for_workers(self, count: int) -> None:
         """Wait until the broker knows exactly so many rollout workers."""
-        wait_for(
-            lambda: len((self.status_client.ask(0.5) or {}).get("workers", [])) == count,
-            f"{count} rollout workers; the output so far: {self.lines}",
-        )
+
+        def are_there() -> bool:
+            status = self.status_client.ask(0.5)  # None until the broker is there
+            return status is not None and len(status["workers"]) == count
+
+        wait_for(are_there, f"{count} rollout workers; the output so far: {self.lines}")
 
     def wait_for_quiet(self, timeout: float = 20.0) -> dict[str, Any]:
         """Wait until the broker holds no request and no worker a batch; returns that status."""

@@ -38,14 +38,18 @@ def test_no_env_is_bound_to_a_reward_worker(ranked):
 
 def test_a_barrier_does_not_open_because_of_a_reward_request():
     pool, (e0, e1), (worker,), reward = barrier()
+    for client in (e0, e1):
+        client.ask()
+    pool.turn()
+    worker.answer()
     e0.ask()
     e1.ask(policy="reward")
     pool.turn()
-    assert worker.batches == []
-    assert reward.who == [["e11"]]
+    assert len(worker.batches) == 1
+    assert reward.who == [["e12"]]
     e1.ask()
     pool.turn()
-    assert worker.who == [["e01", "e12"]]
+    assert worker.who[-1] == ["e02", "e13"]
 
 
 @pytest.mark.parametrize("request_of", [{"eval": True}, {"stage": 1}, {"eval": True, "stage": 1}])
@@ -85,6 +89,24 @@ def test_a_barrier_does_not_wait_for_a_resting_stage_that_asks_for_rewards():
     pool.turn()
     assert worker.who[-1] == ["e02"]
     assert reward.who == [["e12"]]
+
+
+def test_a_barrier_does_not_wait_for_an_env_that_asks_a_named_policy_only():
+    pool, (e0, e1), (worker,), reward = barrier()
+    e0.ask()
+    pool.turn()
+    assert worker.batches == [], "who has not asked for anything may be about to"
+    e1.ask(policy="reward")
+    pool.turn()
+    assert reward.who == [["e11"]]
+    assert worker.who == [["e01"]]
+    worker.answer()
+    e1.ask()  # from now on it is waited for
+    pool.turn()
+    assert len(worker.batches) == 1
+    e0.ask()
+    pool.turn()
+    assert worker.who[-1] == ["e12", "e02"]
 
 
 def test_rewards_are_served_while_a_barrier_waits():

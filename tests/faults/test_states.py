@@ -380,6 +380,19 @@ def test_a_killed_worker_takes_its_states_with_it_and_the_client_is_told(countin
     assert client.infer(x, reset=False)["counts"].tolist() == [2, 2, 2]
 
 
+def test_so_many_lost_states_that_no_message_can_name_them_are_told_at_once(counting: Pool) -> None:
+    start(counting, STICKY)
+    client = counting.client(timeout=30)
+    x = {"x": np.ones((140_000, 1))}
+    client.infer(x, reset=True)
+    counting.kill("rollout-0")
+    counting.start_worker(0, overrides=(STICKY,))
+    with pytest.raises(StateLost, match="does not have the state of row 0, 1, 2") as lost:
+        client.infer(x, reset=False)
+    assert lost.value.rows == list(range(140_000))
+    assert (client.infer(x, reset=True)["counts"] == 1).all()
+
+
 def test_states_that_clients_carry_outlive_the_worker(counting: Pool) -> None:
     start(counting, NONE)
     client = counting.client()

@@ -330,6 +330,35 @@ def test_a_restarted_learner_goes_on_from_its_checkpoint(learner, env):
     assert port.version == 2
 
 
+def test_shares_go_on_over_a_resume_and_a_cap_begins_anew(learner, env):
+    port = learner(gate=Gate(max_env_share=0.6))
+    fast, slow = env("fast"), env("slow")
+    slow.play(1).wait_until_acknowledged()
+    fast.play(1).wait_until_acknowledged()
+    slow.play(1).wait_until_acknowledged()
+    fast.play(1).wait_until_acknowledged()
+    take(port, 4)
+    state = port.state_dict()
+    state["shares"] = {"fast": 300, "slow": 100}  # of a long run
+    port.close()
+
+    port = learner(publish=False, gate=Gate(max_env_share=0.6))
+    port.load_state_dict(state)
+    assert port.shares() == {
+        "train/share/fast": 0.75,
+        "train/share/slow": 0.25,
+        "train/share_min": 0.25,
+        "train/share_max": 0.75,
+    }
+    port.publish({})
+    slow.play(1).wait_until_acknowledged()
+    fast.play(1).wait_until_acknowledged()  # it need not wait until the slow one has caught up
+    assert port.shares()["train/share/fast"] == pytest.approx(304 / 408)
+    assert port.state_dict()["shares"] == {"fast": 300, "slow": 100}, "what is used counts"
+    take(port, 2)
+    assert port.state_dict()["shares"] == {"fast": 304, "slow": 104}
+
+
 def test_a_restarted_learner_without_a_checkpoint_counts_what_is_gone(learner, env):
     port = learner()
     sender = env().play(6).wait_until_acknowledged()

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from conftest import TESTS, wait_for
 
 from zmqrl.broker.status import StatusClient
 
 POLICY = f"rollout.policy={TESTS / 'policies.py'}:Balance"
 SIM = f"env.factory={TESTS / 'sims.py'}"
+SLOW = ("env.kwargs.length=150", "env.delay_sampler={type: constant, delay: 0.03}")
+"""A simulator whose episodes take seconds: parts of the run can be killed meanwhile."""
+
+BOTH_MODES = pytest.mark.parametrize("decoupled", [True, False])
 
 
 def frontend(folder: Path) -> str:

@@ -15,9 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import TESTS, wait_for
-from runner.evaluation import POLICY, SIM, Run
-
-BOTH_MODES = pytest.mark.parametrize("decoupled", [True, False])
+from runner.evaluation import BOTH_MODES, POLICY, SIM, SLOW, Run
 
 
 @BOTH_MODES
@@ -96,9 +94,8 @@ def test_every_episode_is_counted_although_a_rollout_worker_is_killed(
     run = Run(
         folder,
         f"{SIM}:make",
-        "env.kwargs.length=150",
+        *SLOW,
         "env.eval={total_num_envs: 8, rollout_epoch: 2}",
-        "env.delay_sampler={type: constant, delay: 0.03}",
         "cluster.component_placement={env: 0-3, rollout: 0-1}",
         decoupled=decoupled,
     )
@@ -117,10 +114,9 @@ def test_the_others_go_on_although_half_of_the_env_workers_are_killed(
     run = Run(
         folder,
         f"{SIM}:make",
+        *SLOW,
         "cluster.restart=never",
-        "env.kwargs.length=150",
         "env.eval={total_num_envs: 4, rollout_epoch: 2}",
-        "env.delay_sampler={type: constant, delay: 0.03}",
         "cluster.component_placement={env: 0-3, rollout: 0-1}",
         decoupled=decoupled,
     )

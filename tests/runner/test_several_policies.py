@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -10,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import TESTS, Pool
-from runner.evaluation import SIM, Run
+from runner.evaluation import BOTH_MODES, SIM, SLOW, Run
 
-from zmqrl import config
+from zmqrl import AsyncPolicyClient, config
 from zmqrl.config.policies import assigned
 from zmqrl.errors import ConfigError, PolicyError, PolicyTimeout
 
@@ -27,7 +28,7 @@ def run(folder: Path, *overrides: str, decoupled: bool = True) -> Run:
     return Run(folder, *overrides, decoupled=decoupled, policy="rollout.device=cpu")
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
+@BOTH_MODES
 def test_each_env_worker_acts_as_its_policy_and_the_results_are_split(
     folder: Path, decoupled: bool
 ) -> None:
@@ -77,17 +78,17 @@ def test_a_policy_twice_with_other_arguments_plays_the_same_start_states(folder:
     assert result["eval/base/return"] == 400
 
 
-SLOW = (
+TWO_SLOW = (
+    *TWO,
+    *SLOW,
     f"{SIM}:Paid",
-    "env.kwargs.length=150",
     "env.eval={total_num_envs: 4, rollout_epoch: 2}",
-    "env.delay_sampler={type: constant, delay: 0.03}",
     "cluster.component_placement.env=0-1",
 )
 
 
 def test_the_loss_of_a_policys_last_worker_does_not_touch_the_other_policy(folder: Path) -> None:
-    evaluation = run(folder, *TWO, *SLOW, "cluster.restart=never")
+    evaluation = run(folder, *TWO_SLOW, "cluster.restart=never")
     evaluation.wait_until_it_steps()
     evaluation.part("start-rollout-worker", "idle").send_signal(signal.SIGKILL)
     assert evaluation.wait() == 1
@@ -99,7 +100,7 @@ def test_the_loss_of_a_policys_last_worker_does_not_touch_the_other_policy(folde
 
 
 def test_a_policys_worker_that_was_killed_is_started_again(folder: Path) -> None:
-    evaluation = run(folder, *TWO, *SLOW)
+    evaluation = run(folder, *TWO_SLOW)
     evaluation.wait_until_it_steps()
     evaluation.part("start-rollout-worker", "idle").send_signal(signal.SIGKILL)
     assert evaluation.wait() == 0, evaluation.text()
@@ -132,9 +133,17 @@ def test_a_client_asks_policies_by_name_and_is_told_which_there_are(pool: Pool) 
     with pytest.raises(PolicyError, match="weights of version 3"):
         client.infer(observation, policy="right", version=3)
     for policy in ("lift", ""):
-        with pytest.raises(PolicyTimeout, match="the policy 'left', the policy 'right'") as error:
-            client.infer(observation, policy=policy, timeout=3)
-        assert ("the policy 'lift'" in str(error.value)) == bool(policy)
+        for timeout in (3, 1, 0.3):
+            with pytest.raises(PolicyTimeout, match="the policy 'left', the policy 'right'") as error:
+                client.infer(observation, policy=policy, timeout=timeout)
+            assert ("the policy 'lift'" in str(error.value)) == bool(policy)
+
+    async def ask() -> None:
+        async with AsyncPolicyClient(pool.frontend) as asking:
+            await asking.infer(observation, policy="lift", timeout=1)
+
+    with pytest.raises(PolicyTimeout, match="the policy 'left', the policy 'right'"):
+        asyncio.run(ask())
     served = {worker["name"]: worker["policy"] for worker in pool.status()["workers"]}
     assert sorted(served.values()) == ["left", "right"]
 

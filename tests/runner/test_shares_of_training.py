@@ -33,7 +33,8 @@ def test_the_share_of_each_env_worker_is_reported(folder: Path) -> None:
     fast, slow = shares(run.result())
     assert 3 < fast / slow < 15
     assert "train/share/env-0" in run.records()[-1]
-    assert "largest share" in run.text()
+    assert "max share: env-0" in run.text()
+    assert "share of env-1" in run.text()
 
 
 def test_a_fast_env_worker_has_no_more_than_the_cap_in_all_its_stages(folder: Path) -> None:
@@ -47,6 +48,25 @@ def test_a_fast_env_worker_has_no_more_than_the_cap_in_all_its_stages(folder: Pa
     assert run.wait(90) == 0, run.text()
     fast, _ = shares(run.result())
     assert fast == pytest.approx(0.6, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("workers", "share"), [(1, 0.5), (2, 0.6)], ids=["one barrier", "a barrier for each"]
+)
+def test_in_normal_mode_a_barrier_makes_shares_equal_and_a_cap_is_for_those_at_several(
+    folder: Path, workers: int, share: float
+) -> None:
+    run = Training(
+        folder,
+        *UNEVEN,
+        f"cluster.component_placement={{env: 0-1, eval: 0, rollout: 0-{workers - 1}}}",
+        "runner.max_env_steps=320",
+        "algorithm.max_env_share=0.6",
+        decoupled=False,
+    )
+    assert run.wait(90) == 0, run.text()
+    fast, _ = shares(run.result())
+    assert fast == pytest.approx(share, abs=0.08)
 
 
 def test_nobody_hangs_when_the_slow_env_worker_is_frozen(folder: Path) -> None:

@@ -24,13 +24,18 @@ SMALL = [
 COUNTING = [*SMALL, COUNTS, LINE]
 """A small training that only counts its updates."""
 
-DECOUPLED = "runner.enable_decoupled_mode=true"
-
 
 class Training:
     """Its process, its parts and its files."""
 
-    def __init__(self, folder: Path, *overrides: str, config: str | None = None, name: str = "run"):
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        config: str | None = None,
+        name: str = "run",
+        decoupled: bool = True,
+    ):
         self.folder = folder / name
         self.json = folder / f"{name}.json"
         self.output = folder / f"{name}.txt"
@@ -41,7 +46,7 @@ class Training:
                 *(sys.executable, "-m", "zmqrl", "train", f"--json={self.json}", *named),
                 *overrides,
                 # Last, because an override may give a whole section.
-                DECOUPLED,
+                f"runner.enable_decoupled_mode={str(decoupled).lower()}",
                 f"runner.logger={{log_path: {folder}, experiment_name: {name}}}",
             ],
             stdout=self._file,

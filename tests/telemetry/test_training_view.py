@@ -177,6 +177,36 @@ def test_a_metric_of_a_users_own_algorithm_is_in_the_training_section() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shares", "rows"),
+    [
+        ({"env-0": 1.0}, {}),
+        (
+            {"env-0": 0.25, "env-1": 0.2, "env-2": 0.35, "env-3": 0.2},
+            {"min share: env-1": "20.0%", "max share: env-2": "35.0%"},
+        ),
+        (
+            {"env-0": 0.3, "env-1": 0.1, "env-2": 0.6},
+            {
+                "min share: env-1": "10.0%",
+                "max share: env-2": "60.0%",
+                "share of env-0": "30.0%",
+                "share of env-1": "10.0%",
+                "share of env-2": "60.0%",
+            },
+        ),
+    ],
+)
+def test_the_share_of_each_env_worker_is_shown_where_they_differ_much(
+    shares: dict[str, float], rows: dict[str, str]
+) -> None:
+    metrics = {f"train/share/{name}": share for name, share in shares.items()}
+    extremes = {"train/share_min": min(shares.values()), "train/share_max": max(shares.values())}
+    found = sections({**metrics, **extremes, "env/return": 1.0})
+    assert [section.title for section in found] == ["Environment"]
+    assert {row.label: row.value for row in found[0].rows[1:]} == rows
+
+
+@pytest.mark.parametrize(
     ("value", "unit", "text"),
     [
         (0, Unit.NUMBER, "0"),

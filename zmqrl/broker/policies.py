@@ -67,6 +67,7 @@ class Policies:
         policy = self._kept.get(number) or self._begin(number, self._names.get(number))
         if client.peer not in policy.peers.clients:
             policy.peers.add_client(client)
+            client.eval = None  # it may never ask for the default one, of which all ask from the start
         return policy
 
     def named(self, name: str) -> Policy:

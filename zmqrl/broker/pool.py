@@ -56,8 +56,8 @@ class Pool:
         options: Options,
         epoch: int,
         now: float,
-        lane: BrokerLane | None = None,
-        send_now: Callable[[bytes, list[Any]], bool] = lambda peer, frames: False,
+        lane: BrokerLane | None,
+        send_now: Callable[[bytes, list[Any]], bool],
     ) -> None:
         self.options = options
         self.epoch = epoch
@@ -193,7 +193,7 @@ class Pool:
             return f"{count} rollout workers connected"
         few = {0: "no rollout worker serves", 1: "1 rollout worker serves"}
         who = few.get(count, f"{count} rollout workers serve")
-        names = ", ".join(str(p) for p in self.policies.served() if p is not policy)
+        names = ", ".join(sorted(str(p) for p in self.policies.served() if p is not policy))
         others_serve = f"{others} {'serves' if others == 1 else 'serve'} others"
         return f"{who} {policy} ({others_serve}{names and ': '}{names})"
 

@@ -12,8 +12,8 @@ class FixedRanks:
     """Normal mode: env rank e of E belongs to rollout rank e * R // E, which waits for all its envs.
 
     The wait is for the *live* envs of the same mode and pipeline stage, by their latest request: one
-    that says goodbye or is lost is no longer waited for, and the envs of a lost rollout worker move to
-    the live ones.
+    that says goodbye or is lost is no longer waited for, nor is one that has asked for other policies
+    only, and the envs of a lost rollout worker move to the live ones.
     """
 
     def __init__(self, peers: Peers, limits: Limits) -> None:
@@ -102,7 +102,7 @@ class FixedRanks:
     def _holds_up(self, client: Client, queue: Queue, key: tuple[bool, int]) -> bool:
         """Whether the barrier of a group has to wait for `client`."""
         is_eval, stage = key
-        # One that has not asked yet is waited for as well; it will begin with the first stage.
+        # One that has not asked for anything is waited for as well; it will begin with the first stage.
         mode = client.modes.get(stage, client.eval if stage == 0 else None)
         return mode is is_eval and not any(request in queue for request in client.requests.values())
 

@@ -49,8 +49,8 @@ class Client:
     pid: int
     since: float
     heard: float
-    eval: bool = False
-    """What it says that it will ask for, until it asks."""
+    eval: bool | None = False
+    """What it says that it will ask for, until it asks; None once it has asked for a named policy."""
     probed: float = 0.0
     key: str = ""
     """Its public key; empty without keys."""

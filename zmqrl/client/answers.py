@@ -70,7 +70,7 @@ def error_of(endpoint: str, fields: Dict[str, Any], request: Optional[Request] =
             message = f"the policy {request.policy!r}: {message}"
     error = _KINDS.get(code, ClientError)(f"{endpoint}: {message}")
     if request is not None and isinstance(error, StateLost):
-        rows = fields.get("rows")
+        rows = fields.get("rows", list(range(request.header.rows)))
         if isinstance(rows, list):
             error.rows = [n for n in rows if type(n) is int and 0 <= n < request.header.rows]
     return error

@@ -30,7 +30,8 @@ from zmqrl.transport.sharedmem import Lane
 _REPLY = int(Op.REPLY)  # a member of an enum costs at every look
 
 _ASK_AFTER = 1.0
-"""Seconds without a word about a request, after which the client asks whether it is known."""
+"""Seconds without a word about a request, after which the client asks whether it is known; half of the
+time that the request has, if that is less: what it ends in should say what it waits for."""
 
 _REBUILD_AFTER = 2.0
 """Seconds without a word from the broker after that question, after which the socket is made anew; twice
@@ -190,8 +191,9 @@ class Connection:
         budget_ms = max(1, min(int((request.deadline - now) * 1000), 2**32 - 1))
         first = request.header.pack_again(request.attempt, budget_ms)
         first += request.meta if request.slot is None else request.slot.descriptor + request.meta
+        left = request.deadline - now
+        request.look_at = now + min(_ASK_AFTER, left if request.attempt else left / 2)
         request.attempt = min(request.attempt + 1, 255)
-        request.look_at = min(now + _ASK_AFTER, request.deadline)
         request.retry = False
         self._link.send([first, *request.buffers])
 

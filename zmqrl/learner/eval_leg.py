@@ -14,13 +14,11 @@ class EvalLeg:
     """Hands out evaluations.
 
     Args:
-        epoch: Names this life of the learner.
         shared: What the learner touches too.
         peers: The way to eval workers.
     """
 
-    def __init__(self, epoch: int, shared: Shared, peers: Peers) -> None:
-        self._epoch = epoch
+    def __init__(self, shared: Shared, peers: Peers) -> None:
         self._shared = shared
         self._peers = peers
 
@@ -34,7 +32,7 @@ class EvalLeg:
         name = str(fields.get("name"))[:200]
         shared = self._shared
         # An earlier life of the learner numbered its evaluations from 1, too.
-        done = header.request_id if fields.get("epoch") == self._epoch else 0
+        done = header.request_id if fields.get("epoch") == self._shared.epoch else 0
         order = shared.order
         if order is not None and done == order.number and shared.finished.get(name) != done:
             if len(shared.finished) < MOST_NAMES:
@@ -42,6 +40,6 @@ class EvalLeg:
             shared.lock.notify_all()
         if order is not None and done < order.number and shared.finished.get(name) != order.number:
             answer = Header(Op.EVALUATE, request_id=order.number, policy_version=order.version)
-            self._peers.say(peer, answer, {"env_steps": order.env_steps, "epoch": self._epoch})
+            self._peers.say(peer, answer, {"env_steps": order.env_steps, "epoch": self._shared.epoch})
         else:
             self._peers.say(peer, Header(Op.WELCOME), {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,6 @@ class Learner:
         keys: str | Path | None = None,
         insecure: bool = False,
     ) -> None:
-        self.epoch = int.from_bytes(os.urandom(7), "little")
         self.version = 0
         """Of the weights that were published last; 0 before."""
         self.invalid = 0
@@ -69,7 +67,6 @@ class Learner:
         self._shared = Shared()
         self._service = Service(
             endpoint or sockets.local_endpoint("learner"),
-            self.epoch,
             gate or Gate(),
             self._shared,
             max_message_mb,
@@ -160,7 +157,7 @@ class Learner:
         newest = self._shared.newest
         if number <= (0 if newest is None else newest.version):
             raise ValueError(f"version {number} does not come after version {self.version}")
-        notes: dict[str, Any] = {"epoch": self.epoch}
+        notes: dict[str, Any] = {"epoch": self._shared.epoch}
         if self._with_spaces and self._shared.spaces is not None:
             notes["spaces"] = self._shared.spaces.fields()
         snapshot = Snapshot.of(number, weights, notes)

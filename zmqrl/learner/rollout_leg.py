@@ -28,13 +28,11 @@ class RolloutLeg:
     """Hands out weights.
 
     Args:
-        epoch: Names this life of the learner.
         shared: What the learner touches too.
         peers: The way to rollout workers.
     """
 
-    def __init__(self, epoch: int, shared: Shared, peers: Peers) -> None:
-        self._epoch = epoch
+    def __init__(self, shared: Shared, peers: Peers) -> None:
         self._shared = shared
         self._peers = peers
         self._wants: dict[bytes, _Want] = {}
@@ -57,7 +55,7 @@ class RolloutLeg:
         known = self._wants.get(peer)
         if known is not None and known.request_id == header.request_id and known.answered:
             return  # the answer is on its way
-        here = fields.get("epoch") == self._epoch
+        here = fields.get("epoch") == self._shared.epoch
         numbers = {
             key: number(f"WANT: {key}", fields.get(key, 0), bits=bits) for key, bits in _NUMBERS.items()
         }

@@ -39,7 +39,6 @@ class Service:
 
     Args:
         endpoint: Where to bind.
-        epoch: Names this life of the learner.
         gate: When trajectories may begin.
         shared: What the learner touches too.
         max_message_mb: Mebibytes of one frame of a trajectory.
@@ -53,7 +52,6 @@ class Service:
     def __init__(
         self,
         endpoint: str,
-        epoch: int,
         gate: Gate,
         shared: Shared,
         max_message_mb: int,
@@ -80,8 +78,8 @@ class Service:
         self._shared = shared
         self._questions = Questions(gate, shared, self._peers)
         self._envs = EnvLeg(self._questions, shared, self._peers, max_message_mb << 20)
-        self._rollouts = RolloutLeg(epoch, shared, self._peers)
-        self._evals = EvalLeg(epoch, shared, self._peers)
+        self._rollouts = RolloutLeg(shared, self._peers)
+        self._evals = EvalLeg(shared, self._peers)
         self._refused = 0
         self._handlers: dict[int, Callable[[bytes, Header, list[Any]], None]] = {
             Op.HELLO: self._envs.hello,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class Shared:
     """What the service and the learner both touch, under `lock`."""
 
     lock: threading.Condition = field(default_factory=threading.Condition)
+    epoch: int = field(default_factory=lambda: int.from_bytes(os.urandom(7), "little"))
+    """Names this life of the learner."""
     ledger: Ledger = field(default_factory=Ledger)
     inbox: deque[Arrival] = field(default_factory=deque)
     inbox_bytes: int = 0

@@ -83,6 +83,9 @@ _ASK_AGAIN_MS = 100
 _LAST_MOMENT_MS = 1000
 """A request that has less time left is not told to ask again: it ends in an error that says why."""
 
+_MOST_NAMED = 100_000
+"""Rows that an error lists; a message that lists many more is not read."""
+
 _ROOM_FOR_ERROR = 256
 """Bytes kept for each reply of a batch: it can always be replaced by a short ERROR."""
 
@@ -383,7 +386,9 @@ class RolloutWorker:
                 names = ", ".join(map(str, rows[:20]))
                 text = f"{self.name} does not have the state of row {names}: begin an episode there"
                 entry, header = shard.entry, shard.header
-                replies[entry.slot] = self._error(entry, header, "state", text, rows=rows)
+                # Without a list it is about all rows.
+                named = {"rows": rows} if len(rows) <= _MOST_NAMED else {}
+                replies[entry.slot] = self._error(entry, header, "state", text, **named)
             else:
                 rest.append(shard)
         if rest:

@@ -50,7 +50,6 @@ _GROUPS = {
     "broker/": "Rollout",
     "eval/": "Evaluation",
     "train/replay_buffer/": "Replay Buffer",  # before train/, which it also begins with
-    "train/share": "Environment",
     "train/sac/": "Training",
     "train/ppo/": "Training",
     "train/": "Training",
@@ -133,13 +132,18 @@ _KNOWN = {
     "train/actor/grad_norm": ("actor grad norm", Unit.NUMBER, 2),
     "train/critic/lr": ("critic lr", Unit.SETTING, 2),
     "train/actor/lr": ("actor lr", Unit.SETTING, 2),
-    "train/share_min": ("smallest share", Unit.SHARE, 1),
-    "train/share_max": ("largest share", Unit.SHARE, 1),
     "train/staleness/mean": ("mean staleness", Unit.NUMBER, 1),
     "train/staleness/max": ("max staleness", Unit.COUNT, 2),
     "train/staleness/dropped": ("dropped as stale", Unit.COUNT, 2),
 }
 """Label, unit and weight, in the order in which they are shown; further metrics come after them."""
+
+
+_EACH = "train/share/"
+_SHARES = (_EACH, "train/share_min", "train/share_max")
+
+_UNEVEN = 2.0
+"""Times the smallest share of an env worker: if the largest is more, those of all are shown."""
 
 
 def sections(metrics: Metrics) -> list[Section]:
@@ -153,21 +157,40 @@ def sections(metrics: Metrics) -> list[Section]:
     for name in [*_KNOWN, *unknown]:
         value = metrics.get(name)
         group = next((group for group in _GROUPS if name.startswith(group)), None)
-        if value is not None and group is not None:
+        if value is not None and group is not None and not name.startswith(_SHARES):
             found[_GROUPS[group]].rows.append(_row(name, value, group))
+    found["Environment"].rows += _shares(metrics)
     return [section for section in found.values() if section.rows]
 
 
 def _row(name: str, value: float | int | str, group: str) -> Row:
     if name in _KNOWN:
         label, unit, weight = _KNOWN[name]
-    elif name.startswith("train/share/"):
-        label, unit, weight = f"share of {name.removeprefix('train/share/')}", Unit.SHARE, 2
     else:
         own = name.removeprefix(group)
         label = own.replace("/", ": " if group == "time/" else " ").replace("_", " ")
         unit, weight = Unit.SECONDS if group == "time/" else Unit.NUMBER, 1
     return Row(label, written(value, unit), weight)
+
+
+def _shares(metrics: Metrics) -> list[Row]:
+    """How much of the training data each env worker has made: the extremes, and all if they differ much.
+
+    Of one env worker alone there is nothing to say.
+    """
+    shares = {name.removeprefix(_EACH): metrics[name] for name in metrics if name.startswith(_EACH)}
+    least, most = metrics.get("train/share_min"), metrics.get("train/share_max")
+    if len(shares) < 2 or not isinstance(least, float) or not isinstance(most, float):
+        return []
+    rows = []
+    for label, extreme in (("min share", least), ("max share", most)):
+        whose = next((f": {name}" for name, share in shares.items() if share == extreme), "")
+        rows.append(Row(label + whose, written(extreme, Unit.SHARE), 1))
+    if most > _UNEVEN * least:
+        for name, share in shares.items():
+            if share is not None:
+                rows.append(Row(f"share of {name}", written(share, Unit.SHARE), 2))
+    return rows
 
 
 def written(value: float | int | str, unit: Unit = Unit.NUMBER) -> str:
