@@ -33,7 +33,7 @@ class ActionSpace:
     @classmethod
     def of(cls, space: Any) -> ActionSpace:
         """Read a Gymnasium space (`single_action_space` of a vector env); None is `other`."""
-        text = str(space)[:200]
+        text = " ".join(str(space).split())[:200]  # arrays are printed in several lines
         if hasattr(space, "low") and hasattr(space, "high"):
             bounds = [np.asarray(b, dtype=np.float64).ravel().tolist() for b in (space.low, space.high)]
             return cls("box", tuple(space.shape), bounds[0], bounds[1], text=text)

@@ -21,6 +21,7 @@ from zmqrl.env.batched import BatchedEnv
 from zmqrl.env.chunks import Chunks, Park
 from zmqrl.env.making import make_shard
 from zmqrl.errors import ConfigError, EnvironmentFailure
+from zmqrl.spaces import ActionSpace
 from zmqrl.transport.tree import leaves
 
 ROWS = 3
@@ -214,7 +215,7 @@ def test_only_the_first_actions_of_a_chunk_are_carried_out() -> None:
 def test_when_every_row_has_ended_the_rest_of_the_chunk_is_left_out() -> None:
     shard, _ = noted_shard(Chunks(9, 9), [2, 1])
     pauses = []
-    shard.between_steps = lambda: pauses.append(1)
+    shard.goes_on = lambda: not pauses.append(1)
     shard.reset()
     step = shard.step(chunk(2, 9))
     assert step.reward.shape == (2, 9)
@@ -311,6 +312,55 @@ def test_a_chunk_of_the_wrong_length_in_a_part_of_the_actions_names_its_key() ->
         shard.step(actions)
 
 
+class Choices(Noted):
+    action_space = spaces.Dict(
+        {"gear": spaces.MultiDiscrete([3, 4], start=[1, 0]), "lamps": spaces.MultiBinary(2)}
+    )
+
+
+def test_choices_stay_choices_in_chunks() -> None:
+    env = Choices()
+    vector_env = SyncVectorEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
+    shard = ShardEnv(vector_env, lambda row: 4, action_chunks=Chunks(2, 2))
+    space = shard.policy_action_space
+    assert isinstance(space, spaces.Dict)
+    assert [ActionSpace.of(child).kind for child in space.values()] == ["other", "other"]
+    shard.reset()
+    gear, lamps = np.array([[[1, 3], [3, 0]]]), np.array([[[0, 1], [1, 1]]])
+    shard.step({"gear": gear, "lamps": lamps})
+    assert [each["gear"].tolist() for each in env.episodes[0]] == gear[0].tolist()
+    assert [each["lamps"].tolist() for each in env.episodes[0]] == lamps[0].tolist()
+    with pytest.raises(EnvironmentFailure, match=r"'gear'\[0, 1\] is 2.6 in row 0, which is not in"):
+        shard.step({"gear": gear - 0.4 * (gear == 3), "lamps": lamps})
+    with pytest.raises(EnvironmentFailure, match=r"'lamps'.* is 0.5 in row 0, which is not in"):
+        shard.step({"gear": gear, "lamps": lamps / 2})
+
+
+def test_a_chunk_where_single_actions_are_asked_for_is_told_as_such() -> None:
+    shard, _ = noted_shard(None, [5, 5])
+    shard.reset()
+    with pytest.raises(EnvironmentFailure, match=r"chunks of 3\? set env.num_action_chunks"):
+        shard.step(chunk(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("four values", "step returned no .observation, reward, terminated, truncated, info."),
+        ("raises", "ArithmeticError: it exploded"),
+    ],
+)
+def test_what_an_env_does_wrong_within_a_chunk_is_named_with_stage_and_row(
+    what: str, words: str
+) -> None:
+    odd = f"env.factory={TESTS / 'odd_sims.py'}:odd", f"env.kwargs.what={what}"
+    shard = make_shard(configured(*odd, "env.num_action_chunks=2"), "eval", 2, lambda row: None, stage=1)
+    shard.reset()
+    moves = {"move": np.array([[0, 0], [0, 2]]), "grip": np.zeros((2, 2, 2))}
+    with pytest.raises(EnvironmentFailure, match=rf"odd \(stage 1\) failed in step: row 1: {words}"):
+        shard.step(moves)
+
+
 class Tolerant(Partial):
     """A batched simulator of tensors that goes on after an end, and does not say it again."""
 
@@ -381,7 +431,10 @@ def test_a_ready_vector_env_that_resets_by_itself_takes_no_chunks(tmp_path: Any)
         "def disabled(num_envs):\n"
         "    return gymnasium.make_vec('CartPole-v1', num_envs, 'sync',\n"
         "        vector_kwargs={'autoreset_mode': gymnasium.vector.AutoresetMode.DISABLED})\n"
+        "def wrapped(num_envs):\n"
+        "    return gymnasium.wrappers.vector.RecordEpisodeStatistics(disabled(num_envs))\n"
     )
-    for name, words in (("make", "has NextStep"), ("disabled", "needs single envs")):
+    names = ("make", "has NextStep"), ("disabled", "needs single"), ("wrapped", "needs single")
+    for name, words in names:
         with pytest.raises(ConfigError, match=words):
             shard_of(configured(f"env.factory={tmp_path}/ready.py:{name}", "env.num_action_chunks=2"))

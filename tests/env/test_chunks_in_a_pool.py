@@ -226,6 +226,30 @@ def test_each_sub_step_is_delayed_as_one_step_is(planners: Pool) -> None:
     assert worker.report.totals.delay_s >= 0.09
 
 
+def test_a_worker_that_is_stopped_does_not_carry_its_chunk_out(planners: Pool) -> None:
+    planners.start(chunk=500)
+    slow = [LINE, "env.kwargs={length: 1000, seconds: 0.1}", "env.num_action_chunks=500"]
+    overrides = [*planners.overrides, "cluster.component_placement.env=0-0", *slow]
+    stop = StopSignal()
+    worker = EnvWorker(config.load(None, overrides), "eval", 0, stop)
+    env = worker._stages[0].shard.vector_env.envs[0].unwrapped  # type: ignore[attr-defined]
+    ended: list[bool] = []
+    thread = threading.Thread(target=lambda: ended.append(worker.run()))
+    thread.start()
+    wait_for(lambda: env.steps > 0, "the first step")
+    stop.reason = "SIGTERM"
+    thread.join()
+    assert ended == [False]
+    assert env.steps < 500
+
+
+def test_an_error_names_the_stage_of_its_row(planners: Pool) -> None:
+    planners.start(chunk=3)
+    stages = "env.pipeline_stages=2", "env.eval.total_num_envs=2"
+    with pytest.raises(EnvironmentFailure, match=r"^eval-0: .*make \(stage 0\) cannot take"):
+        evaluated(planners, LINE, "env.num_action_chunks=4", *stages)
+
+
 def test_a_policy_whose_chunk_is_too_short_ends_the_worker_with_both_lengths(planners: Pool) -> None:
     planners.start(chunk=3)
     with pytest.raises(EnvironmentFailure, match=r"^eval-0: .*chunks: 4.*\(1, 4, 1\).*\(1, 3, 1\)"):

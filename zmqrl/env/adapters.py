@@ -37,7 +37,7 @@ from zmqrl.env.envpool import PoolEnv
 from zmqrl.env.film import Film
 from zmqrl.env.observations import Observations
 from zmqrl.errors import ConfigError, EnvironmentFailure, ZmqrlError, in_a_line
-from zmqrl.transport.rows import one_per_row
+from zmqrl.transport.rows import on_cpu, one_per_row
 
 SeedOf: TypeAlias = Callable[[int], "int | None"]
 Rows: TypeAlias = npt.NDArray[np.bool_]
@@ -105,7 +105,8 @@ class ShardEnv:
             resets by itself takes them in `reset` only; the rows of an EnvPool go on from theirs.
         answers_in_parts: Whether `reset` and `step` give the observations of some rows only.
         before_reset: Called before rows are reset here.
-        between_steps: Called between the sub-steps of a chunk.
+        goes_on: Asked between the sub-steps of a chunk; if it says no, the step ends there, as no
+            transition.
         film: What films the first row; None if it does not render.
     """
 
@@ -155,7 +156,7 @@ class ShardEnv:
             self.autoreset_mode is AutoresetMode.DISABLED or self._pool is not None
         )
         self.before_reset: Callable[[], None] = lambda: None
-        self.between_steps: Callable[[], None] = lambda: None
+        self.goes_on: Callable[[], bool] = lambda: True
         self.vector_env = vector_env
         self._base: Any = base
         self._seed_of = seed_of
@@ -233,13 +234,14 @@ class ShardEnv:
                 clip=self._clip,
             )
         except ValueError as error:
-            hint = f" (env.num_action_chunks: {self._chunks.size})" if self._chunks else ""
-            raise EnvironmentFailure(f"{self.name} cannot take the actions{hint}: {error}") from None
+            raise EnvironmentFailure(
+                f"{self.name} cannot take the actions{self._hint(actions)}: {error}"
+            ) from None
         if self._chunks is None:
             step, infos = self._advance(actions)
         else:
             single = self.single_action_space
-            step, infos = self._chunks.carry_out(single, actions, self._advance, self.between_steps)
+            step, infos = self._chunks.carry_out(single, actions, self._advance, self.goes_on)
         done = step.terminated | step.truncated
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             self._resets_next[step.rows] = done
@@ -248,6 +250,15 @@ class ShardEnv:
         if done.any():
             self._end_episodes(step, done, infos)
         return step
+
+    def _hint(self, actions: Any) -> str:
+        """What may be wrong with actions that have the wrong shape."""
+        if self._chunks is not None:
+            return f" (env.num_action_chunks: {self._chunks.size})"
+        single, found = self.single_action_space.shape, np.shape(on_cpu(actions))
+        if single is None or len(found) != len(single) + 2 or found[2:] != single:
+            return ""
+        return f" (chunks of {found[1]}? set env.num_action_chunks)"
 
     def _advance(self, actions: Any) -> tuple[Step, dict[str, Any]]:
         """Step the simulators once; rows that finish are left as they are."""

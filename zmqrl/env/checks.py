@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import batch_space
@@ -121,9 +122,10 @@ class EnvCheck:
             )
             episodes += int((step.terminated | step.truncated).sum())
             steps.append(step)
+        rewards = np.concatenate([s.reward[s.valid] for s in steps])
         self._ok(
-            f"{len(steps)} steps of random actions, {episodes} ends of episodes; rewards from "
-            f"{min(s.reward.min() for s in steps):g} to {max(s.reward.max() for s in steps):g}"
+            f"{len(rewards)} steps of random actions, {episodes} ends of episodes; rewards from "
+            f"{rewards.min():g} to {rewards.max():g}"
         )
         self._ok(f"a step took {_seconds(statistics.median(s.step_seconds for s in steps))}")
         resets = [s.reset_seconds for s in steps if s.reset_seconds]

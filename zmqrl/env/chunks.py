@@ -41,6 +41,16 @@ class Chunks:
 
     def space(self, single: spaces.Space[Any]) -> spaces.Space[Any]:
         """The space of a chunk of actions of the space `single`."""
+        if isinstance(single, spaces.Dict):
+            return spaces.Dict({key: self.space(child) for key, child in single.items()})
+        if isinstance(single, spaces.Tuple):
+            return spaces.Tuple([self.space(child) for child in single.spaces])
+        # Gymnasium makes Boxes of these, in which choices would pass for quantities.
+        if isinstance(single, spaces.MultiDiscrete):
+            counts, start = (np.stack([each] * self.size) for each in (single.nvec, single.start))
+            return spaces.MultiDiscrete(counts, single.dtype, start=start)
+        if isinstance(single, spaces.MultiBinary):
+            return spaces.MultiBinary((self.size, *single.shape))
         return batch_space(single, self.size)
 
     def carry_out(
@@ -48,7 +58,7 @@ class Chunks:
         single: spaces.Space[Any],
         actions: Any,
         advance: Callable[[Any], tuple[Step, dict[str, Any]]],
-        between: Callable[[], None],
+        go_on: Callable[[], bool],
     ) -> tuple[Step, dict[str, Any]]:
         """Carry out a chunk in every row.
 
@@ -56,7 +66,7 @@ class Chunks:
             single: The space of one action of one row.
             actions: A batch of chunks of them.
             advance: Steps the simulators, and returns what that gave, with the infos.
-            between: Called before each sub-step but the first.
+            go_on: Asked before each sub-step but the first; if it says no, the rest is left out.
 
         Returns:
             One step, whose `reward` and `valid` are `[N, k]`, and whose observation is that of the last
@@ -69,9 +79,8 @@ class Chunks:
         rewards[:, 0], valid[:, 0] = total.reward, total.valid
         for number in range(1, self.sub_steps):
             over = total.terminated | total.truncated
-            if over.all():
+            if over.all() or not go_on():
                 break
-            between()
             step, infos = advance(_sub_action(single, actions, number))
             valid[:, number] = ~over
             rewards[:, number] = np.where(over, 0.0, step.reward)

@@ -24,7 +24,12 @@ log = logging.getLogger(__name__)
 
 
 def make_shard(
-    config: EnvConfig, mode: Mode, num_envs: int, seed_of: SeedOf, filmed: bool = False
+    config: EnvConfig,
+    mode: Mode,
+    num_envs: int,
+    seed_of: SeedOf,
+    filmed: bool = False,
+    stage: int | None = None,
 ) -> ShardEnv:
     """Make the simulators of one env worker.
 
@@ -36,6 +41,7 @@ def make_shard(
             episode, or None to let the simulator go on. Where the vector env resets by itself, only
             the seeds asked for in `reset` are used.
         filmed: Make the first row one that can be filmed (`ShardEnv.film`), if it can render.
+        stage: The pipeline stage, for errors: each numbers its rows from 0. None if there is only one.
 
     Raises:
         ConfigError: The configuration asks for what this simulator cannot do, or its factory cannot
@@ -55,7 +61,7 @@ def make_shard(
     shard = ShardEnv(
         vector_env,
         seed_of,
-        name=name,
+        name=name if stage is None else f"{name} (stage {stage})",
         success_key=config.success_key,
         rescale_actions=config.rescale_actions,
         clip_actions=config.clip_actions,
@@ -113,7 +119,8 @@ def _registered(env_id: str, config: EnvConfig, mode: Mode, num_envs: int) -> An
         kwargs["max_episode_steps"] = limits.max_episode_steps
     if config.vectorization == "vector_entry_point":
         _refuse_without_single_envs(env_id, config, mode, "ignore_terminations")
-        return gymnasium.make_vec(env_id, num_envs, config.vectorization, **kwargs)
+        made = gymnasium.make_vec(env_id, num_envs, config.vectorization, **kwargs)
+        return _stepped_past_ends(env_id, config, made)
 
     def build(vector_kwargs: dict[str, Any]) -> AnyVectorEnv:
         return gymnasium.make_vec(
@@ -140,14 +147,7 @@ def _from_factory(reference: str, config: EnvConfig, mode: Mode, num_envs: int) 
             )
         resets_itself = config.autoreset_mode == "same_step"
         ready = shapes.all_rows(reference, factory, config.kwargs, num_envs, resets_itself)
-        if config.sub_steps is not None and isinstance(ready, (SyncVectorEnv, AsyncVectorEnv)):
-            ready.close()
-            raise ConfigError(
-                f"env.num_action_chunks needs single envs, but {reference} makes a "
-                f"{type(ready).__name__} of them, which does not step a row on whose episode is over; "
-                "let the factory make one env, without num_envs"
-            )
-        return ready
+        return _stepped_past_ends(reference, config, ready)
     one = functools.partial(_one_env, reference, config, limits)
     vectorizer = SyncVectorEnv if config.vectorization == "sync" else AsyncVectorEnv
     return _vectorise(lambda kwargs: vectorizer([one] * num_envs, **kwargs), config)
@@ -160,6 +160,19 @@ def _refuse_without_single_envs(name: str, config: EnvConfig, mode: Mode, *keys:
                 f"env.{mode}.{key} needs single envs, but {name} makes all rows at once; "
                 "do it in the factory, or by env.kwargs"
             )
+
+
+def _stepped_past_ends(name: str, config: EnvConfig, vector_env: AnyVectorEnv) -> AnyVectorEnv:
+    """The vector env, if it may be asked for that: with chunks of actions its rows cannot be parked."""
+    base = vector_env.unwrapped
+    if config.sub_steps is not None and isinstance(base, (SyncVectorEnv, AsyncVectorEnv)):
+        vector_env.close()
+        raise ConfigError(
+            f"env.num_action_chunks needs single envs, but {name} makes a {type(base).__name__} of "
+            "them, which does not step a row on whose episode is over; let the factory make one env, "
+            "without num_envs"
+        )
+    return vector_env
 
 
 def _one_env(reference: str, config: EnvConfig, limits: EnvModeConfig) -> wrappers.Env:
@@ -175,8 +188,6 @@ def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable
     chosen: list[Callable[[Any], Any]] = []
     if limits.ignore_terminations:
         chosen.append(wrappers.IgnoreTerminations)
-    if config.sub_steps is not None:
-        chosen.append(Park)
     if config.autoreset_mode == "same_step":
         chosen.append(wrappers.KeepFinalObservation)
     chosen.append(
@@ -184,6 +195,8 @@ def _row_wrappers(config: EnvConfig, limits: EnvModeConfig) -> Sequence[Callable
             wrappers.Row, info_keys=config.info_keys, success_keys=success_keys(config.success_key)
         )
     )
+    if config.sub_steps is not None:
+        chosen.append(Park)
     return chosen
 
 

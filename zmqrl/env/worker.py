@@ -95,7 +95,7 @@ class EnvWorker:
         )
         for stage in self._stages:
             stage.shard.before_reset = self._say_that_it_resets
-            stage.shard.between_steps = self._go_on_with_a_chunk
+            stage.shard.goes_on = self._goes_on_with_a_chunk
         logger = config.runner.logger
         self._videos = Path(logger.log_path) / logger.experiment_name / "videos"
         self._lost_in_a_row = 0  # states, with no episode in between that came to its end
@@ -269,6 +269,8 @@ class EnvWorker:
         delayed = self.report.totals.delay_s
         self._delay()
         step = stage.shard.step(reply["actions"])  # a chunk has delays between its steps, too
+        if self._stop():
+            return  # it may have left the rest of a chunk out
         self._count_step(step, self.report.totals.delay_s - delayed)
         self._check_rewards(stage, step)
         if self._recording is not None:
@@ -345,9 +347,10 @@ class EnvWorker:
         """Say so before, because a simulator that hangs says nothing more (a step needs no word)."""
         self._client.phase("reset")
 
-    def _go_on_with_a_chunk(self) -> None:
+    def _goes_on_with_a_chunk(self) -> bool:
         self._tell()
         self._delay()
+        return not self._stop()
 
     def _delay(self) -> None:
         seconds = self._delays.sample(self.report.totals.shard_steps)
@@ -434,7 +437,8 @@ class EnvWorker:
                 self._seeds.append(seed_of)
             filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
             try:
-                shard = make_shard(config.env, mode, rows, seed_of, filmed)
+                stage = index if config.env.pipeline_stages > 1 else None
+                shard = make_shard(config.env, mode, rows, seed_of, filmed, stage)
             except EnvironmentFailure as error:
                 raise _with_name(error, self.name) from error.__cause__
             if shard.answers_in_parts and mode == "train" and config.learns:

@@ -55,7 +55,7 @@ class SubEnvError(Exception):
 
 
 class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """The outermost wrapper of each simulator: with it, whatever is wrong is said with its row.
+    """Goes around all others but `Park`: with it, whatever is wrong is said with its row.
 
     What Gymnasium's vector envs would cut, stretch or drop is an error here; rewards and flags may be
     of any type that holds one number. Only row 0 renders: more is not filmed.
@@ -137,8 +137,7 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
         if missing:
             has = ", ".join(map(repr, info)) or "nothing"
             raise _Odd(f"the infos of {where} have no {missing[0]!r} (env.info_keys); they have {has}")
-        # The wrappers within this one tell things, too, under names that begin so.
-        return {k: info[k] for k in info if k in self._kept or str(k).startswith("zmqrl_")}
+        return {key: info[key] for key in info if key in self._kept}
 
     def _portable(self, error: Exception) -> SubEnvError:
         if isinstance(error, _Odd):

@@ -135,7 +135,8 @@ def make_actor(spaces: Spaces, config: Config) -> torch.nn.Module:
 
 def _check_chunks(spaces: Spaces, config: Config) -> None:
     chosen = config.algorithm
-    if chosen.factory is None and config.env.sub_steps is not None and spaces.action.kind != "box":
+    built_in = chosen.factory is None and chosen.name is not None
+    if built_in and config.env.sub_steps is not None and spaces.action.kind != "box":
         raise ConfigError(
             f"{chosen.name} learns chunks of actions in a Box only, not {spaces.action.text}: set "
             "env.num_action_chunks to 1, or use algorithm.factory"
