@@ -35,6 +35,7 @@ def moves(*ways: int) -> dict[str, Any]:
         ("four values", "step returned no .observation, reward, terminated, truncated, info."),
         ("raises", "ArithmeticError: it exploded"),
         ("exits", "SystemExit: 3"),
+        ("says nothing", "Unspeakable"),
         ("no number", "terminated is NaN, neither true nor false"),
         ("ragged", r"observation\.x is no array: "),
     ],
