@@ -153,6 +153,43 @@ class Unnamed(Rows):
         return self.state, torch.ones(self.num_envs), *self.advance(actions), {}
 
 
+class Stays(Rows):
+    """Stays at an episode's end: it does not reset by itself, and names no way to reset single rows."""
+
+    num_actions = 2
+
+    def reset(self) -> Any:
+        self.begin(torch.arange(self.num_envs))
+        return self.state, {}
+
+    def step(self, actions: torch.Tensor) -> Any:
+        self.advance(actions)
+        return self.state, torch.ones(self.num_envs), self.state[:, 0] >= self.lengths, False, {}
+
+
+class Gives(Partial):
+    """Gives what it is told to: of a reset of single rows, or of a step."""
+
+    def __init__(self, num_envs: int, reset: Any = None, step: Any = None) -> None:
+        super().__init__(num_envs, nested=True)
+        self.of_reset, self.of_step = reset, step
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        whole = super().reset(seed, options)
+        return whole if options is None else (_tensors(self.of_reset), {})
+
+    def step(self, actions: torch.Tensor) -> Any:
+        self.lengths[:] = 1
+        answer = super().step(actions)
+        return answer if self.of_step is None else answer[: self.of_step]
+
+
+def _tensors(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _tensors(child) for key, child in tree.items()}
+    return torch.tensor(tree)
+
+
 class Careless(Partial):
     """Resets all rows whatever it is told."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, ClassVar
 
 import gymnasium
@@ -50,9 +51,24 @@ class Odd(gymnasium.Env[dict[str, Any], dict[str, Any]]):
                     info = None  # type: ignore[assignment]
                 case "four values":
                     return observation, reward, False, info
+                case "exits":
+                    sys.exit(3)
+                case "no number":
+                    return observation, reward, float("nan"), False, info
+                case "says nothing":
+                    raise Unspeakable
+                case "ragged":
+                    observation["x"] = [np.zeros(2), np.zeros(1)]
                 case "raises":
                     raise ArithmeticError("it\nexploded")
         return observation, reward, self.count >= 5, False, info
+
+
+class Unspeakable(Exception):
+    """Cannot be told in words."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
 
 
 def _shown() -> dict[str, Any]:

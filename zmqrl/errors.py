@@ -12,7 +12,11 @@ class ZmqrlError(Exception):
 
 def in_a_line(error: BaseException) -> str:
     """What an error says, with its kind: in one line, since some libraries write pages."""
-    words = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    try:
+        said = str(error)
+    except Exception:  # some cannot even say what they are
+        said = ""
+    words = " ".join(f"{type(error).__name__}: {said}".split()).rstrip(": ")
     return words if len(words) <= _LINE else f"{words[: _LINE // 2]} … {words[-_LINE // 2 :]}"
 
 

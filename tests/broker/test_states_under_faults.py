@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from driver import EPOCH, Pool, plain
 
-from zmqrl.asking import Request
 from zmqrl.broker.core import Broker
+from zmqrl.client.asking import Request
+from zmqrl.client.memory import Memory
 from zmqrl.errors import ClientError, StateLost
-from zmqrl.memory import Memory
 from zmqrl.rollout import stateful
 from zmqrl.transport.codec import decode, encode, encode_meta
 from zmqrl.transport.header import (

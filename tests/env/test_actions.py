@@ -4,6 +4,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
+from zmqrl.env.actions import actions_for
 from zmqrl.env.adapters import ShardEnv
 from zmqrl.errors import ConfigError, EnvironmentFailure
 
@@ -176,3 +177,16 @@ def test_actions_with_nan_are_refused_with_their_rows():
     shard.reset()
     with pytest.raises(EnvironmentFailure, match=r"Numbers cannot take .* hold NaN in rows \[1\]"):
         shard.step([[0, 0], [0, np.nan]])
+
+
+def test_rows_are_called_by_their_numbers_where_a_batch_has_some_of_them():
+    """A simulator that answers in parts asks for the actions of the rows that are ready."""
+    rows = np.array([7, 3])
+    with pytest.raises(ValueError, match=r"action\[1\] is 1.5 in row 3, outside"):
+        actions_for(BOX, rows, np.array([[0, 0], [0, 1.5]]))
+    with pytest.raises(ValueError, match=r"NaN in rows \[7\]"):
+        actions_for(BOX, rows, np.array([[np.nan, 0], [0, 0]]))
+    with pytest.raises(ValueError, match="is 2 in row 7, which is not in"):
+        actions_for(spaces.Discrete(2), rows, np.array([2, 0]))
+    with pytest.raises(ValueError, match="'too long' in row 3, outside Text"):
+        actions_for(spaces.Text(5), rows, ["left", "too long"])

@@ -151,6 +151,48 @@ def test_a_reset_that_does_not_heed_its_rows_is_warned_of(caplog):
     assert "changed the observations of all others, too" in caplog.text
 
 
+@pytest.mark.parametrize(("name", "warned"), [("Stays", True), ("Unnamed", False)])
+def test_rows_that_stay_at_their_end_are_warned_of(name, warned, caplog):
+    """Whether it resets by itself is believed: what can be seen is a row that ends time and again."""
+    shard = shard_of(name, autoreset_mode="same_step")
+    shard.reset()
+    for _ in range(9):
+        shard.step(np.zeros((3, 2), np.float32))
+    said = [message for message in caplog.messages if "does it reset finished rows" in message]
+    assert len(said) == warned
+    if warned:
+        assert "row 0 of Stays has ended an episode in 3 steps running, after a longer one" in said[0]
+
+
+def test_episodes_of_one_step_are_nothing_to_warn_of(caplog):
+    shard = shard_of("Stays", autoreset_mode="same_step", kwargs={"length": -9})
+    shard.reset()
+    for _ in range(9):
+        assert shard.step(np.zeros((3, 2), np.float32)).terminated.all()
+    assert "does it reset" not in caplog.text
+
+
+ONE = {"state": [[0.0, 1.0]], "deep": {"half": [[0.0, 1.0]]}}
+
+
+@pytest.mark.parametrize(
+    ("gives", "words"),
+    [
+        ({"reset": ONE}, r"single rows\.state is \[1, 2\], expected \[3, 2\], or just its 3 rows"),
+        (
+            {"reset": {"state": [[0.0] * 2] * 3}},
+            "a reset of single rows has no 'deep'",
+        ),
+        ({"step": 3}, r"step returned no \(observation, reward, terminated, truncated, infos\)"),
+    ],
+)
+def test_what_a_reset_or_step_gives_wrongly_is_named(gives, words):
+    shard = shard_of("Gives", kwargs=gives)
+    shard.reset()
+    with pytest.raises(EnvironmentFailure, match=words):
+        shard.step(act())
+
+
 def test_another_number_of_rows_is_refused():
     with pytest.raises(ConfigError, match=r"Partial has num_envs=4, expected 3"):
         BatchedEnv(Partial(4), 3)

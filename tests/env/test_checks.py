@@ -42,10 +42,18 @@ def test_what_leaves_its_space_is_a_warning() -> None:
     assert code == ("error" in text), text
 
 
+def test_a_batched_simulator_that_does_not_reset_by_itself_is_warned_of() -> None:
+    stays = f"env.factory={TESTS / 'batched_sims.py'}:Stays"
+    code, text = check("evaluate", stays, "env.autoreset_mode=same_step")
+    assert "warning  row 0 of Stays has ended an episode in 3 steps running" in text
+    assert code == 0, text
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         ([ODD, "env.kwargs.what=wider"], "error    .* row 0: observation.x is float32 [4]"),
+        ([ODD, "env.kwargs.what=exits"], "error    .* failed in step: row 0: SystemExit: 3"),
         ([ODD, "env.kwargs.what=incomplete reset"], "error    .*failed in reset: row 0"),
         (["env.id=NoSuchEnv-v0"], "error    .*NoSuchEnv"),
     ],

@@ -37,13 +37,14 @@ def row_of(tree: Any, row: int) -> Any:
 
 @BOTH
 @pytest.mark.parametrize("autoreset_mode", MODES)
-@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize(("keyed", "rambling"), [(True, False), (False, False), (False, True)])
 def test_infos_and_the_task_stand_in_every_observation(
-    make: Make, vectorization: str, autoreset_mode: str, keyed: bool
+    make: Make, vectorization: str, autoreset_mode: str, keyed: bool, rambling: bool
 ) -> None:
+    """Rambling simulators tell infos that nobody asks for, of other sizes and kinds each time."""
     shard = make(
         "Told",
-        kwargs={"keyed": keyed},
+        kwargs={"keyed": keyed, "rambling": rambling},
         vectorization=vectorization,
         autoreset_mode=autoreset_mode,
         info_keys=["number", "pose", "said", "deep"],
@@ -106,23 +107,6 @@ def test_an_info_that_is_not_there_is_an_error_that_names_it(
 
     with pytest.raises(EnvironmentFailure, match=words):
         run()
-
-
-@BOTH
-@pytest.mark.parametrize("autoreset_mode", MODES)
-def test_infos_that_nobody_asks_for_may_be_of_any_size_and_kind(
-    make: Make, vectorization: str, autoreset_mode: str
-) -> None:
-    shard = make(
-        "Told",
-        kwargs={"rambling": True},
-        info_keys=["number"],
-        vectorization=vectorization,
-        autoreset_mode=autoreset_mode,
-    )
-    shard.reset()
-    numbers = [shard.step(np.array([0, 1])).observation["number"].tolist() for _ in range(2)]
-    assert numbers == [[1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("autoreset_mode", AutoresetMode)

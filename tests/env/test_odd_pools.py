@@ -103,6 +103,7 @@ def test_clipped_actions_go_on(pool: Pool) -> None:
             r"eval-0: .*odd failed in step: row 0: observation.x is float32",
         ),
         (["env.vectorization=async", "env.kwargs.what=raises"], "row 0: ArithmeticError: it exploded"),
+        (["env.kwargs.what=exits"], r"eval-0: .*odd failed in step: row 0: SystemExit: 3"),
         (["rollout.policy_kwargs.forgets=grip"], "eval-0: .*odd cannot take the actions: the policy"),
         (["rollout.policy_kwargs.forgets=actions"], "eval-0: .*no 'actions'; its dict has 'action'"),
     ],

@@ -34,6 +34,10 @@ def moves(*ways: int) -> dict[str, Any]:
         ("no info", "the info is a NoneType, not a dict"),
         ("four values", "step returned no .observation, reward, terminated, truncated, info."),
         ("raises", "ArithmeticError: it exploded"),
+        ("exits", "SystemExit: 3"),
+        ("says nothing", "Unspeakable"),
+        ("no number", "terminated is NaN, neither true nor false"),
+        ("ragged", r"observation\.x is no array: "),
     ],
 )
 def test_what_one_env_does_wrong_in_mid_run_is_named_with_its_row(

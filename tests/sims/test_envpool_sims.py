@@ -13,7 +13,7 @@ from env.test_worker import env_worker
 from zmqrl.config import EnvConfig, EnvModeConfig
 from zmqrl.env.adapters import ShardEnv
 from zmqrl.env.making import make_shard
-from zmqrl.errors import ConfigError
+from zmqrl.errors import ConfigError, EnvironmentFailure
 
 pytest.importorskip("envpool", reason="EnvPool is not installed")
 pytestmark = [
@@ -165,3 +165,38 @@ def test_a_policy_keeps_the_memories_of_the_rows_apart(pool: Pool) -> None:
     worker = env_worker(pool, *CARTPOLE, "env.eval={total_num_envs: 6, rollout_epoch: 5}")
     assert worker.run()
     assert len(worker.reporter.episodes) == 30
+
+
+def test_an_action_that_is_refused_is_named_with_its_row_of_the_pool() -> None:
+    shard = shard_of(batch_size=2)
+    shard.reset()
+    while shard.rows[1] < 2:
+        shard.step(np.zeros(2, np.int64))
+    words = rf"the action is 9 in row {shard.rows[1]}, which is not in Discrete"
+    with pytest.raises(EnvironmentFailure, match=words):
+        shard.step(np.array([0, 9]))
+    shard.close()
+
+
+def test_lost_states_begin_all_rows_of_a_pool_again(pool: Pool) -> None:
+    """The policy raises if a row goes on from a state that is not its own."""
+    pool.start_broker("rollout.affinity=sticky")
+    pool.start_worker(0, "Continues", overrides=("rollout.affinity=sticky",))
+    worker = env_worker(pool, *CARTPOLE, "env.eval={total_num_envs: 6, rollout_epoch: 40}")
+    step, replaced = worker._stages[0].shard.step, []
+
+    def and_lose_the_states(actions: Any) -> Any:
+        if not replaced and len(worker.reporter.episodes) > 20:
+            replaced.append(len(worker.reporter.episodes))
+            pool.kill("rollout-0")
+            pool.start_worker(1, "Continues", overrides=("rollout.affinity=sticky",))
+        return step(actions)
+
+    worker._stages[0].shard.step = and_lose_the_states  # type: ignore[method-assign]
+    assert worker.run()
+    assert replaced
+    assert 0 < worker.report.totals.state_lost <= 6
+    played = sorted((e.env, e.number) for e in worker.reporter.episodes)
+    assert played == [(env, number) for env in range(6) for number in range(40)]
+    assert all(e.length == e.total_return for e in worker.reporter.episodes)
+    assert pool.counters()["errors"] <= 1  # that of the states

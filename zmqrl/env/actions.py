@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from gymnasium import spaces
 
 from zmqrl.env.conversion import NUMERIC, Array
 from zmqrl.transport.rows import on_cpu
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
 
 _ROUNDING = 1e-6
 """How far beyond a bound an action may be, as a part of the bound, and counts as on it."""
@@ -17,7 +20,7 @@ _ROUNDING = 1e-6
 
 def actions_for(
     space: spaces.Space[Any],
-    rows: int,
+    rows: Numbers,
     actions: Any,
     *,
     rescale: bool = False,
@@ -28,7 +31,7 @@ def actions_for(
 
     Args:
         space: The action space of one row.
-        rows: The number of rows, N.
+        rows: The numbers of the rows, int64 `[N]`, which errors call them by.
         actions: For a Dict a dict with its keys, for a Tuple a list, for Text N str, else an array
             `[N, *space.shape]`.
         rescale: Map from [-1, 1] to the bounds of a Box.
@@ -73,18 +76,18 @@ def actions_for(
     if isinstance(actions, Mapping):
         raise ValueError(f"expected an array{_for(path)}, got {_kind(actions)}")
     array = np.asarray(on_cpu(actions))
-    shape = (rows, *(space.shape or ()))
+    shape = (len(rows), *(space.shape or ()))
     if array.dtype.kind not in "biuf" or array.shape != shape:
         raise ValueError(
             f"expected shape {shape} and dtype {space.dtype}{_for(path)}, "
             f"got shape {array.shape} and dtype {array.dtype}"
         )
     if array.dtype.kind == "f" and np.isnan(array).any():
-        bad = np.unique(np.argwhere(np.isnan(array))[:, 0]).tolist()
+        bad = rows[np.unique(np.argwhere(np.isnan(array))[:, 0])].tolist()
         raise ValueError(f"they hold NaN in rows {bad}{_for(path)}")
     if isinstance(space, spaces.Box):
-        return _into_box(space, array, path, rescale, clip)
-    return _one_of(space, array, path)
+        return _into_box(space, rows, array, path, rescale, clip)
+    return _one_of(space, rows, array, path)
 
 
 def bounds_of(space: spaces.Space[Any]) -> tuple[Any, Any]:
@@ -98,18 +101,22 @@ def bounds_of(space: spaces.Space[Any]) -> tuple[Any, Any]:
     return space.start, space.start + count - 1
 
 
-def _into_box(box: spaces.Box, actions: Array, path: str, rescale: bool, clip: bool) -> Array:
+def _into_box(
+    box: spaces.Box, rows: Numbers, actions: Array, path: str, rescale: bool, clip: bool
+) -> Array:
     if rescale:
-        actions = _within(actions, -1.0, 1.0, "[-1, 1] (env.rescale_actions)", path, clip)
+        actions = _within(rows, actions, -1.0, 1.0, "[-1, 1] (env.rescale_actions)", path, clip)
         low, high = box.low.astype(np.float64), box.high.astype(np.float64)
         actions, clip = low + (actions + 1.0) / 2.0 * (high - low), True
     if actions.dtype.kind == "f" and np.issubdtype(box.dtype, np.integer):
         actions = np.rint(actions)
-    within = _within(actions, box.low, box.high, box, path, clip)
+    within = _within(rows, actions, box.low, box.high, box, path, clip)
     return within.astype(box.dtype, copy=False)
 
 
-def _within(actions: Array, low: Any, high: Any, bounds: object, path: str, clip: bool) -> Array:
+def _within(
+    rows: Numbers, actions: Array, low: Any, high: Any, bounds: object, path: str, clip: bool
+) -> Array:
     outside = (actions < low) | (actions > high)
     if not outside.any():
         return actions
@@ -118,36 +125,36 @@ def _within(actions: Array, low: Any, high: Any, bounds: object, path: str, clip
         far = (actions < low - _ROUNDING * reach) | (actions > high + _ROUNDING * reach)
         if far.any():
             hint = "set env.clip_actions to have actions clipped"
-            raise ValueError(f"{_first(actions, far, path)}, outside {bounds}; {hint}")
+            raise ValueError(f"{_first(rows, actions, far, path)}, outside {bounds}; {hint}")
     clipped: Array = np.clip(actions, low, high)
     return clipped
 
 
-def _one_of(space: spaces.Space[Any], actions: Array, path: str) -> Array:
+def _one_of(space: spaces.Space[Any], rows: Numbers, actions: Array, path: str) -> Array:
     low, high = bounds_of(space)
     outside = (actions < low) | (actions > high)
     if actions.dtype.kind == "f":
         outside |= actions != np.rint(actions)
     if outside.any():
-        raise ValueError(f"{_first(actions, outside, path)}, which is not in {space}")
+        raise ValueError(f"{_first(rows, actions, outside, path)}, which is not in {space}")
     return actions.astype(space.dtype, copy=False)
 
 
-def _text(space: spaces.Text, rows: int, actions: Any, path: str) -> tuple[str, ...]:
+def _text(space: spaces.Text, rows: Numbers, actions: Any, path: str) -> tuple[str, ...]:
     if isinstance(actions, np.ndarray):
         actions = actions.tolist()
-    if not isinstance(actions, (list, tuple)) or len(actions) != rows:
-        raise ValueError(f"expected {rows} str{_for(path)}, got {_kind(actions)}")
-    for row, text in enumerate(actions):
+    if not isinstance(actions, (list, tuple)) or len(actions) != len(rows):
+        raise ValueError(f"expected {len(rows)} str{_for(path)}, got {_kind(actions)}")
+    for row, text in zip(rows, actions, strict=True):
         if not space.contains(text):
             raise ValueError(f"the action{_at(path)} is {text!r:.80} in row {row}, outside {space}")
     return tuple(actions)
 
 
-def _first(actions: Array, bad: Array, path: str) -> str:
+def _first(rows: Numbers, actions: Array, bad: Array, path: str) -> str:
     index = tuple(int(i) for i in np.argwhere(bad)[0])
     element = f"[{', '.join(map(str, index[1:]))}]" if len(index) > 1 else ""
-    return f"the action{_at(path)}{element} is {actions[index]!s} in row {index[0]}"
+    return f"the action{_at(path)}{element} is {actions[index]!s} in row {rows[index[0]]}"
 
 
 def _at(path: str) -> str:

@@ -173,6 +173,7 @@ class ShardEnv:
             copy=getattr(self._base, "copy", None) is not True,
             info_keys=info_keys,
             task=task_description,
+            number_of=lambda place: int(self.rows[place]),
         )
         self.film: Film | None = None
         if getattr(vector_env, "render_mode", None) is not None:
@@ -228,7 +229,7 @@ class ShardEnv:
         try:
             actions = actions_for(
                 self._action_space,
-                self._at_once,
+                self.rows,
                 actions,
                 rescale=self._rescale,
                 clip=self._clip,
@@ -414,5 +415,5 @@ def errors_named(name: str, what: str, quiet: bool) -> Iterator[None]:
         words, _, trace = str(error).partition("\n\n")
         cause = (error.__cause__ or error) if trace else None
         raise EnvironmentFailure(f"{name} failed in {what}: {words}") from cause
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # it may call sys.exit, which would end us without a word
         raise EnvironmentFailure(f"{name} failed in {what}: {in_a_line(error)}") from error

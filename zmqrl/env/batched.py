@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 _IDS = ("env_idx", "env_ids", "env_id", "envs_idx", "ids")
 _MASKS = ("reset_mask", "mask")
+_ENDS = 3
+"""Steps running that may end an episode of one row, the first of them a longer one."""
+
 _FINAL = ("final_obs", "final_observation", "terminal_observation")
 
 Rows = npt.NDArray[np.bool_]
@@ -70,6 +73,8 @@ class BatchedEnv(VectorEnv[Any, Any, Any]):
         self._torch: Any = None  # the module, once an observation has been a tensor
         self._device = _attribute(env, "device")
         self._last: Tree = None
+        self._ends = np.zeros(num_envs, np.int64)  # of episodes, in steps running, from a longer one on
+        self._went_on = np.zeros(num_envs, np.bool_)  # in the step before
         self._warned: set[str] = set()
 
     def reset(
@@ -102,25 +107,32 @@ class BatchedEnv(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Step all rows."""
         answer = self._env.step(self._for_env(actions))
+        if not isinstance(answer, (tuple, list)) or len(answer) not in (4, 5):
+            raise ValueError("step returned no (observation, reward, terminated, truncated, infos)")
+        if not isinstance(answer[-1], (Mapping, type(None))):
+            raise ValueError(f"the infos are a {type(answer[-1]).__name__}, not a dict")
+        infos = dict(answer[-1] or {})
         if len(answer) == 4:
             if self._mode is AutoresetMode.DISABLED:
                 raise ConfigError(
                     f"{self._name} returns (observation, reward, done, extras), as simulators do that "
                     "reset by themselves: set env.autoreset_mode to same_step"
                 )
-            observation, reward, over, infos = answer
+            observation, reward, over, _ = answer
             done = self._flags("dones", over)
             truncated = done & self._flags("time_outs", infos.get("time_outs", False))
             terminated = done & ~truncated
         else:
-            observation, reward, over, cut, infos = answer
+            observation, reward, over, cut, _ = answer
             terminated, truncated = self._flags("terminations", over), self._flags("truncations", cut)
             done = terminated | truncated
-        infos = dict(infos or {})
         observation = _host(observation, copied=True)
-        if self._mode is AutoresetMode.SAME_STEP and done.any():
-            infos["final_obs"] = self._final(observation, infos, done)
-            infos.setdefault("final_info", dict(infos))
+        if self._mode is AutoresetMode.SAME_STEP:
+            self._look_whether_it_resets(done)
+            if done.any():
+                infos["final_obs"] = self._final(observation, infos, done)
+                if not isinstance(infos.get("final_info"), Mapping):
+                    infos["final_info"] = dict(infos)
         self._last = observation
         return observation, on_cpu(reward), terminated, truncated, infos
 
@@ -162,12 +174,12 @@ class BatchedEnv(VectorEnv[Any, Any, Any]):
             kwargs["seed"] = int(seed)
         given_back, infos = _observation_and_infos(self._env.reset(**kwargs))
         observation = _host(given_back, copied=False)
+        _put(into, observation, mask, "the observation of a reset of single rows")
         if mask.sum() < self.num_envs and _others_changed(into, observation, mask):
             self._warn(
                 f"a reset of single rows of {self._name} changed the observations of all others, too; "
                 "does it reset those? If it resets by itself, set env.autoreset_mode to same_step"
             )
-        _put(into, observation, mask)
         return infos
 
     def _final(self, observation: Tree, infos: dict[str, Any], done: Rows) -> Tree:
@@ -180,8 +192,20 @@ class BatchedEnv(VectorEnv[Any, Any, Any]):
             )
             final = self._last
         merged = _host(observation, copied=True)
-        _put(merged, _host(final, copied=False), done)
+        _put(merged, _host(final, copied=False), done, "final_obs")
         return merged
+
+    def _look_whether_it_resets(self, done: Rows) -> None:
+        """Warn of rows that stay at their end. That they were not reset cannot be seen otherwise."""
+        self._ends[~done] = 0
+        self._ends[done & (self._went_on | (self._ends > 0))] += 1
+        self._went_on = ~done
+        if (self._ends >= _ENDS).any():
+            self._warn(
+                f"row {int(self._ends.argmax())} of {self._name} has ended an episode in {_ENDS} steps "
+                "running, after a longer one: does it reset finished rows in the step? If not, leave "
+                "env.autoreset_mode at disabled"
+            )
 
     # -- What the simulator is
 
@@ -276,20 +300,36 @@ def _host(tree: Any, copied: bool) -> Tree:
     return array.copy() if copied and not elsewhere else array
 
 
-def _put(tree: Tree, rows: Tree, mask: Rows) -> None:
-    """Replace the rows of `mask` by those of `rows`, which has all rows or just these."""
+def _put(tree: Tree, rows: Tree, mask: Rows, path: str) -> None:
+    """Replace the rows of `mask` by those of `rows`, which has all rows or just these.
+
+    Raises:
+        ValueError: It has others, or another structure; names the key.
+    """
     if isinstance(tree, dict):
         for key, child in tree.items():
-            _put(child, rows[key], mask)
+            if not isinstance(rows, dict) or key not in rows:
+                raise ValueError(f"{path} has no {key!r}")
+            _put(child, rows[key], mask, f"{path}.{key}")
     elif isinstance(tree, np.ndarray):
+        fits = isinstance(rows, np.ndarray) and rows.shape[1:] == tree.shape[1:]
+        if not fits or len(rows) not in (len(mask), mask.sum()):
+            is_what = list(rows.shape) if isinstance(rows, np.ndarray) else f"a {type(rows).__name__}"
+            raise ValueError(
+                f"{path} is {is_what}, expected {list(tree.shape)}, or just its {mask.sum()} rows"
+            )
         tree[mask] = rows[mask] if len(rows) == len(mask) else rows
     elif isinstance(tree, list) and all(isinstance(item, str) for item in tree):
         chosen = np.flatnonzero(mask)
+        if not isinstance(rows, list) or len(rows) not in (len(mask), len(chosen)):
+            raise ValueError(f"{path} is not {len(mask)} str, or just those of the {len(chosen)} rows")
         for number, row in enumerate(chosen):
             tree[row] = rows[row] if len(rows) == len(mask) else rows[number]
     else:
-        for child, part in zip(tree, rows, strict=True):
-            _put(child, part, mask)
+        if not isinstance(rows, (list, tuple)) or len(rows) != len(tree):
+            raise ValueError(f"{path} is not a list of {len(tree)}")
+        for index, (child, part) in enumerate(zip(tree, rows, strict=True)):
+            _put(child, part, mask, f"{path}[{index}]")
 
 
 def _others_changed(before: Tree, after: Tree, mask: Rows) -> bool:

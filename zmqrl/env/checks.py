@@ -17,7 +17,7 @@ from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from zmqrl.config import Config, Mode
-from zmqrl.env import observations
+from zmqrl.env import batched, observations
 from zmqrl.env.adapters import ShardEnv, Step
 from zmqrl.env.making import make_shard
 from zmqrl.errors import EnvironmentFailure
@@ -29,6 +29,7 @@ _SECONDS = 10.0
 """The look ends with the first of both."""
 
 _ENOUGH_EPISODES = 3
+"""Of each row."""
 
 
 class EnvCheck:
@@ -80,7 +81,7 @@ class EnvCheck:
                 try:
                     env = shard.vector_env.envs[0].unwrapped
                     check_env(env, skip_render_check=True, skip_close_check=True)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     where = traceback.extract_tb(error.__traceback__)[-1]
                     words = _plain(f"{type(error).__name__}: {error}") or where.line or where.name
                     self._error(f"Gymnasium's checker: {words}")
@@ -113,12 +114,13 @@ class EnvCheck:
         bad = ""
         episodes = 0
         until = time.perf_counter() + _SECONDS
-        while len(steps) < _STEPS and episodes < _ENOUGH_EPISODES and time.perf_counter() < until:
+        enough = _ENOUGH_EPISODES * len(shard.rows)
+        while len(steps) < _STEPS and episodes < enough and time.perf_counter() < until:
             step = shard.step(actions.sample())
             bad = (
                 bad
-                or not_finite(step.observation, "the observation")
-                or not_finite(step.reward, "the reward")
+                or not_finite(step.observation, "the observation", step.rows)
+                or not_finite(step.reward, "the reward", step.rows)
             )
             episodes += int((step.terminated | step.truncated).sum())
             steps.append(step)
@@ -144,16 +146,18 @@ class EnvCheck:
 
     @contextmanager
     def _warnings(self) -> Iterator[None]:
-        """What is logged of observations becomes a finding."""
-        log = observations.log
+        """What is logged of observations and of batched simulators becomes a finding."""
+        logs = (observations.log, batched.log)
         handler = _Handler(self._warning)
-        log.addHandler(handler)
-        log.propagate = False
+        for log in logs:
+            log.addHandler(handler)
+            log.propagate = False
         try:
             yield
         finally:
-            log.propagate = True
-            log.removeHandler(handler)
+            for log in logs:
+                log.propagate = True
+                log.removeHandler(handler)
 
     def _ok(self, words: str) -> None:
         self._say(f"ok       {words}")

@@ -72,7 +72,7 @@ class Film:
             if self._writer is None:
                 self._writer = self._open(self._path)
             self._writer.append_data(frame)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.warning("no video: %s: %s", type(error).__name__, error)
             self.close()
 

@@ -103,7 +103,7 @@ def _with_film(
     kwargs = {"render_mode": "rgb_array", **config.kwargs} if config.id else config.kwargs
     try:
         return build(name, config.model_copy(update={"kwargs": kwargs}), mode, num_envs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         log.warning("%s cannot be made so that it renders: %s", name, error)
         return None
 

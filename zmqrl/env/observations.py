@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ class Observations:
         copy: Whether arrays are copied, because the simulator may overwrite them.
         info_keys: Infos that the observation gets, for each row.
         task: For every row, under `task_descriptions`.
+        number_of: The number of the row that is at a place of the batch, where the two differ.
 
     Raises:
         ConfigError: The space has such a key already.
@@ -51,8 +52,10 @@ class Observations:
         copy: bool,
         info_keys: Sequence[str] = (),
         task: str | None = None,
+        number_of: Callable[[int], int] = int,
     ) -> None:
         self._name = name
+        self._number_of = number_of
         self._rows = rows
         self._copy = copy
         self._info_keys = info_keys
@@ -158,17 +161,46 @@ class Observations:
         if missing.size:
             has = ", ".join(repr(name) for name in infos if not name.startswith("_")) or "nothing"
             raise ValueError(
-                f"the infos of {where} have no {key!r} in row {missing[0]} (env.info_keys); "
-                f"they have {has}"
+                f"the infos of {where} have no {key!r} in row {self._number_of(missing[0])} "
+                f"(env.info_keys); they have {has}"
             )
-        return _info_tree(infos[key], self._rows, f"info {key!r}", wanted, others)
+        return self._info_tree(infos[key], f"info {key!r}", wanted, others)
+
+    def _info_tree(self, node: Any, path: str, wanted: Array, others: Any) -> Tree:
+        """The `wanted` rows of one batched info, the rest from the tree `others`."""
+        if isinstance(node, Mapping):
+            tree = {}
+            for key, child in node.items():
+                if key.startswith("_") and key[1:] in node:
+                    continue  # a mask
+                missing = np.flatnonzero(wanted & ~_is_told(node, key, self._rows))
+                if missing.size:
+                    raise ValueError(f"{path} has no {key!r} in row {self._number_of(missing[0])}")
+                theirs = None if others is None else others[key]
+                tree[key] = self._info_tree(child, f"{path}.{key}", wanted, theirs)
+            return tree
+        items = on_cpu(node)
+        if isinstance(items, (list, tuple)) or getattr(items, "dtype", np.dtype(bool)).kind == "O":
+            # Objects: text, and whatever else each row tells; rows that tell nothing hold None.
+            told = [on_cpu(item) for item in items]
+            if len(told) == self._rows and not wanted.all():
+                filler = told[int(np.flatnonzero(wanted)[0])]
+                told = [item if w else filler for item, w in zip(told, wanted, strict=True)]
+            items = told if all(isinstance(item, str) for item in told) else np.array(told)
+        leaf = observation_tree(items, self._rows, copy=True, path=path)
+        if others is None or wanted.all():
+            return leaf
+        if isinstance(leaf, list):
+            return [mine if w else other for mine, other, w in zip(leaf, others, wanted, strict=True)]
+        leaf[~wanted] = others[~wanted]
+        return leaf
 
     # -- Bounds
 
     def _look_at_bounds(self, tree: Tree) -> None:
         for bounds in list(self._bounds):
             leaf = bounds.leaf_of(tree)
-            if leaf is not None and bounds.are_left_by(leaf):
+            if leaf is not None and bounds.are_left_by(leaf, self._number_of):
                 self._bounds.remove(bounds)  # said once
                 log.warning("%s: %s; this is said once, and the run goes on", self._name, bounds.words)
 
@@ -201,7 +233,7 @@ class _Bounds:
         fits = isinstance(tree, np.ndarray) and tree.shape[1:] == self._space.shape
         return tree if fits else None
 
-    def are_left_by(self, leaf: Array) -> bool:
+    def are_left_by(self, leaf: Array, number_of: Callable[[int], int]) -> bool:
         flat = leaf.reshape(len(leaf), -1)
         stride = -(-leaf.size // _SAMPLE)
         first = self._turn % stride
@@ -215,7 +247,7 @@ class _Bounds:
         index = f"[{', '.join(map(str, element))}]" if element else ""
         bounds = [b[at] if len(b) > 1 else b[0] for b in (low, high)]
         self.words = (
-            f"{self._name}{index} is {part[row, at]} in row {row}, outside the declared "
+            f"{self._name}{index} is {part[row, at]} in row {number_of(row)}, outside the declared "
             f"[{bounds[0]}, {bounds[1]}]"
         )
         return True
@@ -254,36 +286,6 @@ def _is_told(infos: Mapping[str, Any], key: str, rows: int) -> Array:
         return np.zeros(rows, np.bool_)
     mask: Array = np.broadcast_to(np.asarray(infos.get(f"_{key}", True), np.bool_), (rows,))
     return mask
-
-
-def _info_tree(node: Any, rows: int, path: str, wanted: Array, others: Any) -> Tree:
-    """The `wanted` rows of one batched info, the rest from the tree `others`."""
-    if isinstance(node, Mapping):
-        tree = {}
-        for key, child in node.items():
-            if key.startswith("_") and key[1:] in node:
-                continue  # a mask
-            missing = np.flatnonzero(wanted & ~_is_told(node, key, rows))
-            if missing.size:
-                raise ValueError(f"{path} has no {key!r} in row {missing[0]}")
-            theirs = None if others is None else others[key]
-            tree[key] = _info_tree(child, rows, f"{path}.{key}", wanted, theirs)
-        return tree
-    items = on_cpu(node)
-    if isinstance(items, (list, tuple)) or getattr(items, "dtype", np.dtype(bool)).kind == "O":
-        # Objects: text, and whatever else each row tells; rows that tell nothing hold None.
-        told = [on_cpu(item) for item in items]
-        if len(told) == rows and not wanted.all():
-            filler = told[int(np.flatnonzero(wanted)[0])]
-            told = [item if w else filler for item, w in zip(told, wanted, strict=True)]
-        items = told if all(isinstance(item, str) for item in told) else np.array(told)
-    leaf = observation_tree(items, rows, copy=True, path=path)
-    if others is None or wanted.all():
-        return leaf
-    if isinstance(leaf, list):
-        return [mine if w else other for mine, other, w in zip(leaf, others, wanted, strict=True)]
-    leaf[~wanted] = others[~wanted]
-    return leaf
 
 
 # -- Form

@@ -202,7 +202,7 @@ class EnvWorker:
     def _observe(self, stage: Stage, observation: Any, reset: Rows) -> None:
         """Take in what the simulators show, and ask for actions, if that is allowed now."""
         stage.observation, stage.reset = observation, reset
-        problem = not_finite(observation, "observation")
+        problem = not_finite(observation, "observation", stage.shard.rows)
         if problem:
             self._note_problem(stage, problem)
         if self._recording is not None:
@@ -361,10 +361,9 @@ class EnvWorker:
     # -- Numbers that are none
 
     def _check_rewards(self, stage: Stage, step: Step) -> None:
-        if not np.isfinite(step.reward).all():
-            place = tuple(np.argwhere(~np.isfinite(step.reward))[0])
-            row = int(step.rows[place[0]])
-            self._note_problem(stage, f"reward is {step.reward[place]} in row {row}")
+        problem = not_finite(step.reward, "reward", step.rows)
+        if problem:
+            self._note_problem(stage, problem)
 
     def _note_problem(self, stage: Stage, problem: str) -> None:
         self.report.totals.not_finite += 1

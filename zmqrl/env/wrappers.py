@@ -90,7 +90,7 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
                 raise _Odd("reset returned no (observation, info)")
             observation, info = result
             return observation, self._checked("reset", observation, info)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._portable(error) from error
 
     def step(self, action: Any) -> Transition:
@@ -108,11 +108,11 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
             return (
                 observation,
                 float(_number("reward", reward)),
-                bool(_number("terminated", terminated)),
-                bool(_number("truncated", truncated)),
+                _flag("terminated", terminated),
+                _flag("truncated", truncated),
                 info,
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._portable(error) from error
 
     def render(self) -> Any:
@@ -121,7 +121,7 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
             return None
         try:
             return self.env.render()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # In a process of AsyncVectorEnv it would end the simulator.
             log.warning("the simulator does not render: %s: %s", type(error).__name__, error)
             return None
@@ -139,7 +139,7 @@ class Row(gymnasium.Wrapper[Any, Any, Any, Any]):
             raise _Odd(f"the infos of {where} have no {missing[0]!r} (env.info_keys); they have {has}")
         return {key: info[key] for key in info if key in self._kept}
 
-    def _portable(self, error: Exception) -> SubEnvError:
+    def _portable(self, error: BaseException) -> SubEnvError:
         if isinstance(error, _Odd):
             return SubEnvError(f"row {self.zmqrl_row}: {error}")
         return SubEnvError(f"row {self.zmqrl_row}: {in_a_line(error)}\n\n{traceback.format_exc()}")
@@ -182,7 +182,10 @@ def misfit(space: spaces.Space[Any], observation: Any, path: str) -> str:
         )
     if not isinstance(space, NUMERIC):
         return ""
-    array = observation if isinstance(observation, np.ndarray) else np.asarray(on_cpu(observation))
+    try:
+        array = observation if isinstance(observation, np.ndarray) else np.asarray(on_cpu(observation))
+    except (TypeError, ValueError) as error:
+        return f"{path} is no array: {error}"
     if array.shape != space.shape or (
         array.dtype != space.dtype and not np.can_cast(array.dtype, space.dtype, "same_kind")
     ):
@@ -200,3 +203,10 @@ def _number(what: str, value: Any) -> Any:
     if array.size != 1 or array.dtype.kind not in "biuf":
         raise _Odd(f"{what} is {value!r:.80}, not one number")
     return array.reshape(())
+
+
+def _flag(what: str, value: Any) -> bool:
+    number = _number(what, value)
+    if number != number:
+        raise _Odd(f"{what} is NaN, neither true nor false")
+    return bool(number)

@@ -22,26 +22,35 @@ def one_per_row(what: str, values: Any, rows: int, dtype: Any) -> Any:
         ValueError: They have another shape, or are no such values; `what` names them.
     """
     try:
+        given = np.asarray(on_cpu(values))
+        if given.dtype.kind not in "biufO":
+            raise ValueError(f"got {given.dtype}")
         with np.errstate(over="ignore"):  # it becomes inf, which is looked for
-            array = np.array(on_cpu(values), dtype=dtype)
-    except (TypeError, ValueError) as error:
+            array = given.astype(dtype)
+    except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"expected {what} of shape ({rows},): {error}") from None
     if array.shape not in ((rows,), (rows, 1)):
         raise ValueError(f"expected {what} of shape ({rows},), got {array.shape}")
+    if array.dtype == bool and given.dtype.kind in "fO":
+        # Python takes NaN for true, and any text.
+        for row, item in enumerate(given.ravel().tolist()):
+            if item != item or isinstance(item, str):
+                raise ValueError(f"{what}: {item!r} in row {row} is neither true nor false")
     return array.reshape(rows)
 
 
-def not_finite(tree: Any, path: str) -> str:
+def not_finite(tree: Any, path: str, rows: Any = None) -> str:
     """The first number in `tree` that is not finite, in words; empty if all are.
 
     Args:
         tree: Of arrays `[N, ...]`.
         path: What to call it.
+        rows: int `[N]`: their numbers; None for 0 to N - 1.
     """
     for key, leaf in leaves(tree):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc" and not np.isfinite(leaf).all():
             at = np.argwhere(~np.isfinite(leaf))[0]
-            where = f" in row {at[0]}" if leaf.ndim else ""
+            where = f" in row {at[0] if rows is None else rows[at[0]]}" if leaf.ndim else ""
             name = f"{path} {key!r}" if key else path
             return f"{name} is {leaf[tuple(at)]}{where}"
     return ""
