@@ -241,7 +241,9 @@ class Answers:
         return self._error(shard, "overloaded", text, retry_after_ms=_ASK_AGAIN_MS)
 
     def _check_size(self, encoded: Encoded) -> None:
-        largest = max([len(encoded.meta), *map(len, encoded.buffers)])
+        largest = len(encoded.meta)
+        if encoded.buffers:
+            largest = max(largest, *map(len, encoded.buffers))
         if largest > self._max_message - HEADER_SIZE or len(encoded.buffers) > MAX_FRAMES:
             raise PolicyOutputError(
                 f"the reply has {len(encoded.buffers)} large arrays of up to {largest / 2**20:.1f} MiB; "
