@@ -24,6 +24,9 @@ class Tally:
         reporter: Takes the report to the runner; without one there is a line of text in the log.
         delays: Their figures go with each report.
         broker: The address that actions come from, for that line.
+
+    Attributes:
+        totals: Those of the report.
     """
 
     def __init__(self, report: Report, reporter: Reporter, delays: DelaySampler, broker: str) -> None:
