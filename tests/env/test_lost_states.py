@@ -70,7 +70,7 @@ def test_states_that_are_lost_all_the_time_end_the_worker(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for the states of one request only, and two stages that take it from each other."""
-    monkeypatch.setattr("zmqrl.env.worker._MOST_LOST", 5)
+    monkeypatch.setattr("zmqrl.env.loop._MOST_LOST", 5)
     overrides = (STICKY, "rollout.state_mb=1")
     pool.start_broker()
     pool.start_worker(0, "Counting", overrides=overrides, width=30_000)

@@ -17,6 +17,7 @@ from policies import judged
 
 from zmqrl import config
 from zmqrl.env.worker import EnvWorker
+from zmqrl.errors import PolicyError
 from zmqrl.learner.port import Learner
 from zmqrl.process import StopSignal
 from zmqrl.trajectory import Trajectory
@@ -210,6 +211,17 @@ def test_a_reward_model_that_returns_the_wrong_shape_ends_the_run_and_says_so(
     child.reader.join()
     words = "\n".join(child.last_lines)
     assert "the reward model returned rewards of shape [3, 2] for 3 transitions; expected [3]" in words
+
+
+def test_rewards_that_fail_do_not_keep_an_env_worker_from_closing_what_it_has_open(
+    pool: Pool, learner: Learner
+) -> None:
+    start(pool, wrong_shape="true")
+    overrides = [*env_overrides(pool, learner), "env.pipeline_stages=2"]
+    worker = EnvWorker(config.load(None, overrides), "train", 0, StopSignal())
+    with pytest.raises(PolicyError, match=r"^env-0: .*the reward model returned rewards of shape"):
+        worker.run()
+    wait_for(lambda: pool.status()["clients"] == [], "the goodbye")
 
 
 def test_rewards_that_nobody_gives_end_the_run_within_their_time_limit(

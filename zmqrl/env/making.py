@@ -12,15 +12,50 @@ import gymnasium
 from gymnasium.error import CustomSpaceError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from zmqrl.config import EnvConfig, EnvModeConfig, Mode
+from zmqrl.config import Config, EnvConfig, EnvModeConfig, Mode
 from zmqrl.env import shapes, wrappers
 from zmqrl.env.adapters import AnyVectorEnv, SeedOf, ShardEnv, errors_named, success_keys
 from zmqrl.env.chunks import Chunks, Park
 from zmqrl.env.conversion import has_text
+from zmqrl.env.seeds import Seeds, no_seed
+from zmqrl.env.stage import Stage
 from zmqrl.errors import ConfigError
 from zmqrl.imports import import_object, make_importable
 
 log = logging.getLogger(__name__)
+
+
+def make_stages(config: Config, mode: Mode, rank: int) -> list[Stage]:
+    """Make the simulators of an env worker, in its pipeline stages.
+
+    Args:
+        config: The whole configuration.
+        mode: The env worker's.
+        rank: Its number.
+
+    Raises:
+        ConfigError: As `make_shard`; or a learner cannot use what they give.
+        EnvironmentFailure: As `make_shard`.
+    """
+    section = config.env.of_mode(mode)
+    first = config.first_env_of(mode, rank)
+    start, total = config.start_states_of(mode, rank)
+    quota = section.rollout_epoch if mode == "eval" else None
+    stages = []
+    for index, rows in enumerate(config.stage_sizes(mode, rank)):
+        seeds = Seeds(section.seed, start, total) if section.use_fixed_reset_state_ids else None
+        filmed = mode == "eval" and section.save_video and rank == 0 and index == 0
+        stage = index if config.env.pipeline_stages > 1 else None
+        shard = make_shard(config.env, mode, rows, seeds or no_seed, filmed, stage)
+        if shard.answers_in_parts and mode == "train" and config.learns:
+            raise ConfigError(
+                f"{shard.name} answers with the rows that are ready, and trajectories need all: "
+                "to train, let its batch_size be its num_envs"
+            )
+        stages.append(Stage(shard, index, first, quota, seeds))
+        first += rows
+        start += rows
+    return stages
 
 
 def make_shard(
@@ -31,7 +66,7 @@ def make_shard(
     filmed: bool = False,
     stage: int | None = None,
 ) -> ShardEnv:
-    """Make the simulators of one env worker.
+    """Make the simulators of one stage.
 
     Args:
         config: The section `env`.

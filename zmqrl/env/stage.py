@@ -8,6 +8,7 @@ import numpy as np
 
 from zmqrl.client import Pending
 from zmqrl.env.adapters import ShardEnv, Step
+from zmqrl.env.seeds import Seeds
 from zmqrl.telemetry.report import Episode
 
 
@@ -19,9 +20,17 @@ class Stage:
         index: The pipeline stage.
         first_env: Index, over all env workers, of the shard's first row.
         quota: Episodes that each row plays; None for no end.
+        seeds: Of the shard's episodes; None if the simulators go on as they like.
     """
 
-    def __init__(self, shard: ShardEnv, index: int, first_env: int, quota: int | None) -> None:
+    def __init__(
+        self,
+        shard: ShardEnv,
+        index: int,
+        first_env: int,
+        quota: int | None,
+        seeds: Seeds | None = None,
+    ) -> None:
         self.shard = shard
         self.index = index
         self.first_env = first_env
@@ -35,27 +44,31 @@ class Stage:
         self.held_since: float | None = None
         """Since when the learner holds the next trajectory back, as far as it is not counted yet."""
         self._quota = quota
+        self._seeds = seeds
         self.restart()
 
     def restart(self) -> None:
-        """Begin to count anew: no row has played an episode."""
+        """Begin anew: no row has played an episode."""
         rows = self.shard.num_envs
-        self.played = np.zeros(rows, dtype=np.int64)
-        """The episodes that each row has played."""
+        self._played = np.zeros(rows, dtype=np.int64)  # episodes of each row
         self._return = np.zeros(rows)
         self._length = np.zeros(rows, dtype=np.int64)
         self._success_once = np.zeros(rows, dtype=bool)
+        if self._seeds is not None:
+            self._seeds.restart()
 
     def begin_again(self) -> int:
-        """Drop what is counted of the episodes under way, and return their number."""
-        going_on = self.played < self._quota if self._quota is not None else self.played >= 0
+        """Drop what is counted of the episodes under way, which begin again, and return their number."""
+        going_on = self._played < self._quota if self._quota is not None else self._played >= 0
         self._return[:] = self._length[:] = 0
         self._success_once[:] = False
+        if self._seeds is not None:
+            self._seeds.begin_again(self._played)
         return int(going_on.sum())
 
     def finished(self) -> bool:
         """Whether every row has played its episodes."""
-        return self._quota is not None and bool((self.played >= self._quota).all())
+        return self._quota is not None and bool((self._played >= self._quota).all())
 
     def account(self, step: Step) -> list[Episode]:
         """Count a step; rows that have played their episodes are stepped on but no longer counted.
@@ -75,10 +88,10 @@ class Stage:
         ended = []
         for place in np.flatnonzero(step.terminated | step.truncated):
             row = int(rows[place])
-            if self._quota is None or self.played[row] < self._quota:
+            if self._quota is None or self._played[row] < self._quota:
                 success = None if step.success is None else bool(step.success[place])
                 ended.append(self._episode(row, success))
-            self.played[row] += 1
+            self._played[row] += 1
             self._return[row] = self._length[row] = 0
             self._success_once[row] = False
         return ended
@@ -86,7 +99,7 @@ class Stage:
     def _episode(self, row: int, success: bool | None) -> Episode:
         return Episode(
             env=self.first_env + row,
-            number=int(self.played[row]),
+            number=int(self._played[row]),
             total_return=float(self._return[row]),
             length=int(self._length[row]),
             success_once=None if success is None else bool(self._success_once[row]),

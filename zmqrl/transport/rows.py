@@ -56,6 +56,15 @@ def not_finite(tree: Any, path: str, rows: Any = None) -> str:
     return ""
 
 
+def finite(tree: Any) -> Any:
+    """The same tree with 0 in place of what is no finite number: a policy would spread it over a row."""
+    if isinstance(tree, dict):
+        return {key: finite(child) for key, child in tree.items()}
+    if isinstance(tree, np.ndarray) and tree.dtype.kind == "f" and not np.isfinite(tree).all():
+        return np.nan_to_num(tree, nan=0.0, posinf=0.0, neginf=0.0)
+    return tree
+
+
 def is_text(node: Any) -> bool:
     """Whether a leaf is text."""
     return isinstance(node, list) and all(isinstance(item, _TEXT) for item in node)
