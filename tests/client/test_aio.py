@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import multiprocessing
 import os
 import socket
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from conftest import Pool, wait_for
 
-from zmqrl import AsyncPolicyClient
+from zmqrl import AsyncPolicyClient, PolicyClient
 from zmqrl.errors import (
     AuthenticationFailed,
     BrokerUnreachable,
@@ -216,6 +217,14 @@ def test_all_clients_of_a_loop_that_have_no_key_are_told_even_beside_one_that_ga
             await mute.close()
 
     asyncio.run(main())
+
+
+def test_it_is_made_as_a_policy_client_is_but_for_what_records() -> None:
+    both = [inspect.signature(kind).parameters for kind in (AsyncPolicyClient, PolicyClient)]
+    mine, theirs = (dict(parameters) for parameters in both)
+    for name in ("learner", "envs", "action_space", "trajectory_steps"):
+        del theirs[name]
+    assert mine == theirs
 
 
 def test_a_client_of_the_same_name_ends_all_calls_of_the_first(pool: Pool) -> None:

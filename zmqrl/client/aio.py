@@ -28,14 +28,7 @@ class AsyncPolicyClient:
     and the broker is told. It starts no thread and never blocks the loop.
 
     Args:
-        endpoint: The broker's frontend; this and the others as for `PolicyClient`.
-        timeout: Seconds that a call may take when it names no timeout itself.
-        name: Names this client in the broker's status.
-        mode: `train` or `eval`; a call may choose another.
-        rank: This env worker's number; normal mode binds requests by it.
-        world_size: The number of env workers.
-        max_message_mb: Mebibytes; larger observations are refused before they are sent.
-        keys: A folder with the keys of a client.
+        endpoint, timeout, name, mode, rank, world_size, max_message_mb, keys: As for `PolicyClient`.
 
     Raises:
         EndpointError: The endpoint is malformed.
