@@ -356,7 +356,7 @@ def load_policy(
         device: See `TensorPolicy`.
         static_sizes: The numbers of rows that it will be called with, for a warm-up call each; empty for
             one call with the rows of its example.
-        torch_threads: Of this process, before it is warmed up: `torch.compile` compiles anew for another number.
+        torch_threads: Set before the warm-up: what is compiled with another number is compiled anew.
 
     Raises:
         ConfigError: The reference cannot be imported.
