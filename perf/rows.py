@@ -27,7 +27,10 @@ class Table:
     def add(self, row: dict[str, Any]) -> None:
         """Say in a line that a row has come in; the whole table comes at the end."""
         self._rows.append(row)
-        words = [f"{key} {_text(row.get(key))}" for key in self._columns[1:]]
+        given = [key for key in self._columns[1:] if row.get(key) is not None]
+        words = [f"{key.replace('_', ' ')} {_text(row[key])}" for key in given if key != "ok"]
+        if "ok" in given:
+            words.append(_text(row["ok"]))
         self._console.print(f"{row[self._columns[0]]}: {', '.join(words)}", style="dim", markup=False)
         if row.get("note"):
             self._console.print(f"  {row['note']}", style="red", markup=False)

@@ -105,6 +105,7 @@ def test_an_override_that_is_none_is_refused(override: str) -> None:
     ("text", "words"),
     [
         ("runner: [", "not valid YAML"),
+        ("runner:\n\tmax_epochs: 3", r"not valid YAML: (?s:.*)in line 2, column 1"),
         ("- a\n- b\n", "sections"),
         ("rollout: {max_batch_rows: 1}\nrollout: {max_batch_rows: 2}\n", "given twice"),
         ("x: !!python/object/apply:os.getcwd []\n", "not valid YAML"),

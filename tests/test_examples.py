@@ -46,7 +46,9 @@ def test_a_loop_of_ones_own_trains(folder: Path) -> None:
     run.wait_for_record("env_steps", 1200 * 32)
     run.process.terminate()
     run.wait()
-    assert run.result()["trajectories_received"] == 1250 // 16
+    result = run.result()
+    assert result["trajectories_received"] == 1250 // 16
+    assert not [key for key in result if key.startswith("time/env/")], "nobody tells such times"
 
 
 @pytest.mark.timeout(120)

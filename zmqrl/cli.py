@@ -67,14 +67,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     for word in rest:
         if word.startswith("-") or "=" not in word:
-            parser.error(f"unrecognized argument: {word}")
+            parser.error(f"unrecognized argument: {word}; see zmqrl {options.command} --help")
     options.overrides += rest
     return options
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zmqrl", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)

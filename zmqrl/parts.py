@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +68,7 @@ def start_broker(options: argparse.Namespace) -> int:
 
 def start_rollout_worker(options: argparse.Namespace) -> int:
     """Serve a policy."""
+    from zmqrl.rollout.policy import limit_torch_threads
     from zmqrl.runner.policies import make_policy
 
     serves = options.serves or ""
@@ -85,7 +85,7 @@ def start_rollout_worker(options: argparse.Namespace) -> int:
     what = rollout.policies[serves].policy if serves else rollout.policy
     what = what or f"the actor of {loaded.algorithm.name or loaded.algorithm.factory}"
     what += f" as {serves}" if serves else ""
-    threads = _limit_torch_threads(rollout.torch_threads)
+    threads = limit_torch_threads(rollout.torch_threads)
     where = f" on {policy.device}{threads}" if policy.device is not None else ""
     with closing(policy):
         return _serve(
@@ -105,7 +105,7 @@ def start_rollout_worker(options: argparse.Namespace) -> int:
 def start_reward_worker(options: argparse.Namespace) -> int:
     """Serve a reward model."""
     from zmqrl import config
-    from zmqrl.rollout.policy import load_policy
+    from zmqrl.rollout.policy import limit_torch_threads, load_policy
     from zmqrl.transport.header import REWARD
 
     overrides = config.for_policy(options.model, options.overrides, "reward", "model")
@@ -115,8 +115,10 @@ def start_reward_worker(options: argparse.Namespace) -> int:
         raise ConfigError("no reward model is named: give --model module:factory, or set reward.model")
     _check_rank(options.rank, loaded.cluster.component_placement.count("reward"), "reward")
     stop = StopSignal().install()
-    model = load_policy(reward.model, reward.model_kwargs, rollout.device)
-    said = f"the reward model {reward.model} is loaded{_limit_torch_threads(rollout.torch_threads)}"
+    model = load_policy(
+        reward.model, reward.model_kwargs, rollout.device, torch_threads=rollout.torch_threads
+    )
+    said = f"the reward model {reward.model} is loaded{limit_torch_threads(rollout.torch_threads)}"
     return _serve(model, said, loaded, stop, name=_name("reward", options.rank), serves=REWARD)
 
 
@@ -124,6 +126,7 @@ def start_learner(options: argparse.Namespace) -> int:
     """Learn from trajectories, and publish weights."""
     from zmqrl import config
     from zmqrl.learner.worker import LearnerWorker
+    from zmqrl.rollout.policy import limit_torch_threads
 
     loaded = config.load(options.config, options.overrides)
     if not loaded.algorithm.is_set:
@@ -132,7 +135,7 @@ def start_learner(options: argparse.Namespace) -> int:
         )
     stop = StopSignal().install()
     learner = LearnerWorker(loaded, stop)
-    threads = _limit_torch_threads(loaded.actor.torch_threads)
+    threads = limit_torch_threads(loaded.actor.torch_threads)
     log.info("the learner listens at %s%s", learner.endpoint, threads)
     learner.run()
     say_interrupted(stop)
@@ -145,6 +148,7 @@ def start_env_worker(options: argparse.Namespace) -> int:
 
     from zmqrl import config
     from zmqrl.env.worker import EnvWorker
+    from zmqrl.rollout.policy import limit_torch_threads
     from zmqrl.telemetry.metrics import EnvView, episode_metrics, run_metrics
     from zmqrl.telemetry.table import results
 
@@ -155,7 +159,7 @@ def start_env_worker(options: argparse.Namespace) -> int:
     _check_rank(options.rank, loaded.env_workers(options.mode), "env")
     stop = StopSignal().install()
     worker = EnvWorker(loaded, options.mode, options.rank, stop, options.on_demand)
-    threads = _limit_torch_threads(loaded.env.torch_threads)
+    threads = limit_torch_threads(loaded.env.torch_threads)
     if threads:
         log.info("%s runs with%s", worker.name, threads.lstrip(","))
     finished = worker.run()
@@ -256,12 +260,3 @@ def _check_rank(rank: int | None, count: int, component: str) -> None:
             f"--rank {rank} is not one of the {count} {component} workers "
             f"(cluster.component_placement.{component})"
         )
-
-
-def _limit_torch_threads(threads: int) -> str:
-    """Bound torch's threads, if the policy brought torch; many processes share the cores."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return ""
-    torch.set_num_threads(threads)
-    return f", {threads} torch thread{'s' if threads > 1 else ''}"

@@ -450,6 +450,8 @@ def test_an_unknown_id_is_answered_with_gymnasiums_suggestion(make):
         make(id="CartPol-v1")
     with pytest.raises(EnvironmentFailure, match=r"no simulator CartPole-v9: .*versioned environments"):
         make(id="CartPole-v9")
+    with pytest.raises(EnvironmentFailure, match=r"write package:PickCube-v1$"):
+        make(id="PickCube-v1")
 
 
 def test_a_missing_module_of_an_id_is_named(make):

@@ -36,7 +36,7 @@ from zmqrl.errors import (
 from zmqrl.learner import env_leg, shared
 from zmqrl.learner.gate import Gate
 from zmqrl.learner.port import Learner
-from zmqrl.recording import Recording, uplink
+from zmqrl.recording import Recording, recording, uplink
 from zmqrl.recording.builder import TrajectoryBuilder
 from zmqrl.spaces import Spaces
 from zmqrl.transport import sockets
@@ -416,6 +416,15 @@ def test_a_learner_may_start_after_the_env_worker(learner, env):
     port = learner()
     assert take(port, 2) == [0, 2]
     thread.join()
+
+
+def test_a_learner_that_is_gone_is_not_said_to_be_busy(learner, env, monkeypatch):
+    monkeypatch.setattr(recording, "_GONE_AFTER", 0.3)
+    port = learner()
+    sender = env().play(1).wait_until_acknowledged()
+    port.close()
+    with pytest.raises(LearnerTimeout, match=r"has said nothing for .* s; is it still running"):
+        sender.play(1, timeout=0.6)
 
 
 def test_a_checkpoint_may_be_loaded_after_env_workers_have_come(learner, env):

@@ -274,6 +274,20 @@ class Module(torch.nn.Module):
         return self.layer(observation)
 
 
+class Threads(Module):
+    def load(self):
+        calls.append(("load", torch.get_num_threads()))
+
+    def forward(self, observation):
+        calls.append(("forward", torch.get_num_threads()))
+        return self.layer(observation)
+
+
+def many_threads():
+    torch.set_num_threads(7)
+    return Threads()
+
+
 def broken(**kwargs):
     raise KeyError("no checkpoint")
 
@@ -301,6 +315,17 @@ def test_a_policy_is_built_loaded_and_warmed_up(source):
     policy = load_policy(f"{source}:Own", {"example": [2, 3]})
     assert calls_of(source) == ["load", ("infer", (2, 3), [True, True])]
     assert policy.infer(state(), TRAIN).shape == (4, 3)
+
+
+@pytest.mark.parametrize("factory", ["Threads", "many_threads"])
+def test_a_policy_is_warmed_up_with_as_many_threads_as_it_will_serve_with(source, factory):
+    before = torch.get_num_threads()
+    try:
+        load_policy(f"{source}:{factory}", {}, "cpu", torch_threads=3)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert calls_of(source) == [("load", 3), ("forward", 3)]
 
 
 def test_a_policy_without_an_example_is_not_warmed_up(source):

@@ -26,8 +26,8 @@ def client(**changes: Any) -> dict[str, Any]:
     return {**fields, "open_requests": 0, "silent_s": 0.0, **changes}
 
 
-def page(tree: dict[str, Any]) -> str:
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def page(tree: dict[str, Any], width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(pool_view("ipc:///x", tree, problems_of(tree)))
     console.file.close()
     return console.export_text()
@@ -79,6 +79,11 @@ def test_the_page_shows_all_peers_in_their_natural_order_and_text_as_it_is() -> 
     assert text.index("env-2") < text.index("env-10")
     assert "[red]loud[/red]" in text
     assert "and 4 more" in text
+
+
+def test_a_worker_that_was_started_by_hand_has_its_whole_name_in_80_columns() -> None:
+    tree = status(workers=[worker(name="rollout-265901", host="gpu-2", pid=265901)])
+    assert "rollout-265901" in page(tree, 80)
 
 
 def test_each_of_several_policies_has_a_line_with_what_its_workers_have_done() -> None:

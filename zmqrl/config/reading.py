@@ -96,7 +96,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        words = str(error).replace('in "<unicode string>", ', "in ")
+        raise ConfigError(f"{path} is not valid YAML: {words}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

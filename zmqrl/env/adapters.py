@@ -409,7 +409,11 @@ def errors_named(name: str, what: str, quiet: bool) -> Iterator[None]:
     except ZmqrlError:
         raise
     except gymnasium.error.UnregisteredEnv as error:
-        raise EnvironmentFailure(f"there is no simulator {name}: {error}") from error
+        # What Gymnasium says is all there is to know; its traceback is of its own search.
+        words = f"there is no simulator {name}: {error}"
+        if isinstance(error, gymnasium.error.NameNotFound) and ":" not in name and "mean" not in words:
+            words += f" If a package registers it, write package:{name}"
+        raise EnvironmentFailure(words) from None
     except wrappers.SubEnvError as error:
         # In one line; the traceback is shown with the cause.
         words, _, trace = str(error).partition("\n\n")

@@ -94,8 +94,9 @@ class EnvCheck:
 
     def _look_at(self, shard: ShardEnv) -> None:
         space = shard.policy_action_space
+        count = f"{shard.num_envs} row{'' if shard.num_envs == 1 else 's'}"
         self._ok(
-            f"{shard.name}: {shard.num_envs} rows in {type(shard.vector_env).__name__}, "
+            f"{shard.name}: {count} in {type(shard.vector_env).__name__}, "
             f"autoreset mode {shard.autoreset_mode.value}"
         )
         begin = time.perf_counter()

@@ -15,6 +15,9 @@ from zmqrl.spaces import Spaces
 from zmqrl.trajectory import Trajectory
 from zmqrl.transport.security import Keys
 
+_GONE_AFTER = 5.0
+"""Seconds without a word after which the learner is perhaps not there; it answers every second."""
+
 AUTORESET_MODES = ("disabled", "next_step", "same_step")
 
 
@@ -244,7 +247,10 @@ class Recording:
                 f"no learner answered at {self._uplink.endpoint} within the timeout; "
                 "is one running there (bin/start-learner)?"
             )
-        if self._uplink.unacknowledged:
+        silent = time.monotonic() - self._uplink.last_word
+        if silent >= _GONE_AFTER:
+            why = f"it has said nothing for {silent:.0f} s; is it still running?"
+        elif self._uplink.unacknowledged:
             why = f"{self._uplink.unacknowledged} trajectories are not acknowledged yet"
         else:
             why = "it is not ready yet, or its updates have to catch up first"

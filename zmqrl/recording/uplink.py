@@ -61,6 +61,8 @@ class Uplink:
         """Trajectories sent, each counted once."""
         self.reached = False
         """Whether the learner has said anything."""
+        self.last_word = 0.0
+        """When it last did, of `time.monotonic()`."""
         self.suspicion = Suspicion(endpoint, keys)
         self._keys = keys
         self._introduction = introduction
@@ -251,7 +253,7 @@ class Uplink:
 
     def _handle(self, first: bytes) -> None:
         header = unpack(first)
-        self._heard = time.monotonic()
+        self._heard = self.last_word = time.monotonic()
         self.reached = True
         self.suspicion.end()
         if header.op == Op.ACK:

@@ -335,8 +335,21 @@ def device_of(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def limit_torch_threads(threads: int) -> str:
+    """Bound torch's threads, if torch is there; many processes share the cores. Tells it for the log."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    torch.set_num_threads(threads)
+    return f", {threads} torch thread{'s' if threads > 1 else ''}"
+
+
 def load_policy(
-    reference: str, kwargs: dict[str, Any], device: str = "auto", static_sizes: Sequence[int] = ()
+    reference: str,
+    kwargs: dict[str, Any],
+    device: str = "auto",
+    static_sizes: Sequence[int] = (),
+    torch_threads: int = 1,
 ) -> Policy:
     """Import, build, load and warm up a policy.
 
@@ -346,17 +359,20 @@ def load_policy(
         device: See `TensorPolicy`.
         static_sizes: The numbers of rows that it will be called with, for a warm-up call each; empty for
             one call with the rows of its example.
+        torch_threads: Set before the warm-up: what is compiled with another number is compiled anew.
 
     Raises:
         ConfigError: The reference cannot be imported.
         PolicyLoadError: The factory, `load`, or the warm-up call raised; the cause is chained.
     """
     factory = import_object(reference)
+    limit_torch_threads(torch_threads)
     step = "could not be built"
     try:
         if "device" in parameters_of(factory):
             kwargs = {"device": device_of(device), **kwargs}
         policy = as_policy(factory(**kwargs), device)
+        limit_torch_threads(torch_threads)  # the factory may have brought torch, or set them
         only_rows = getattr(policy, "only_rows", None)
         if only_rows is not None and list(static_sizes) != [only_rows]:
             raise PolicyLoadError(

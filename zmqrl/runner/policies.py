@@ -100,7 +100,13 @@ def _own(config: Config) -> Policy:
     rollout = config.rollout
     if rollout.policy is None:
         raise ConfigError("no policy is named: give --policy module:factory, or set rollout.policy")
-    return load_policy(rollout.policy, rollout.policy_kwargs, rollout.device, rollout.static_batch_sizes)
+    return load_policy(
+        rollout.policy,
+        rollout.policy_kwargs,
+        rollout.device,
+        rollout.static_batch_sizes,
+        rollout.torch_threads,
+    )
 
 
 def _actor(config: Config, spaces: Spaces) -> Policy:

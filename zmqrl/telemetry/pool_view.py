@@ -144,9 +144,9 @@ def _clients(status: dict[str, Any]) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)  # fits into 80 columns, mostly
     for column in columns:
-        table.add_column(column, justify="left" if column in _TEXTS else "right")
+        table.add_column(column, justify="left" if column in _TEXTS else "right", overflow="fold")
     return table
 
 

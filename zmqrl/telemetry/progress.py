@@ -23,6 +23,8 @@ from zmqrl.telemetry.report import Episode, LearnerReport, Report
 _WINDOW = 10.0
 """Seconds over which rates and times are averaged."""
 
+_TOLD_BY_ENV_WORKERS = ("time/env/", "time/broker/", "time/rollout/predict")
+
 _EPISODES = 100
 """The most recent episodes, over which `env/*` is averaged."""
 
@@ -167,6 +169,8 @@ class TrainingProgress:
             steps = learner.get("env_steps", 0) - earlier.get("env_steps", 0)
             metrics["env_steps_per_s"] = steps / (self._samples[-1][0] - began)
             del metrics["bottleneck"]
+            for key in [key for key in metrics if key.startswith(_TOLD_BY_ENV_WORKERS)]:
+                del metrics[key]
         metrics.setdefault("env_steps", 0)
         metrics.update(self.latest_evaluation)
         return metrics

@@ -137,7 +137,8 @@ def _env_table(envs: Sequence[EnvView]) -> Table:
 _MEANING = {
     "env": "env workers spend most of their time in the simulator; more of them would help",
     "rollout": "env workers wait for busy rollout workers; more of those would help",
-    "queue": "env workers wait although rollout workers have time; see docs/limits.md",
+    "queue": "env workers wait, for each other or on the way, although rollout workers have time; "
+    "see Bottleneck in docs/metrics.md",
 }
 
 

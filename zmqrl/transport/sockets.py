@@ -201,7 +201,10 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str, door: Door) -> None:
         raise
     except zmq.ZMQError as error:
         socket.close(0)
-        raise EndpointError(f"cannot bind {endpoint}: {error.strerror}") from None
+        why = str(error.strerror).partition(" (addr=")[0]  # it is said already
+        if error.errno == zmq.EADDRINUSE:
+            why += "; perhaps by a pool that still runs: end it, or choose another address"
+        raise EndpointError(f"cannot bind {endpoint}: {why}") from None
 
 
 def _check_that_it_is_wanted(endpoint: str, door: Door) -> None:
