@@ -28,7 +28,7 @@ _STATUS_TIMEOUT = 4.0
 
 _POLICY = "or file.py:factory; a key=value that is not of the configuration is for the factory"
 
-_OVERRIDES = "configuration keys to override, such as rollout.rollout_queue_size=4"
+_OVERRIDES = "configuration keys to override, such as broker.shared_memory=false"
 
 _CHECK_ENV = "only look at the simulator, and say what is found; exits with 1 if something is wrong"
 

@@ -311,7 +311,11 @@ class Training:
         if self._stop():
             self.ending = f"stopped by {self._stop.reason}"
         elif not self.ending and self._progress.learner is not None and self._progress.learner.finished:
-            self.ending = "came to the end of the run (runner.max_env_steps, max_steps or max_epochs)"
+            runner = self._config.runner
+            names = ("max_env_steps", "max_steps", "max_epochs")
+            limits = {name: getattr(runner, name) for name in names if getattr(runner, name) >= 0}
+            ends = ", ".join(f"runner.{name}={limit}" for name, limit in limits.items())
+            self.ending = f"came to the end of the run ({ends})"
         return bool(self.ending)
 
     def _show(self) -> None:

@@ -93,7 +93,7 @@ _KNOWN = {
     "trajectories_sent": ("sent trajectories", Unit.COUNT, 2),
     "trajectories_received": ("received trajectories", Unit.COUNT, 1),
     "trajectories_dropped": ("dropped trajectories", Unit.COUNT, 1),
-    "trajectories_rolled_back": ("rolled back trajectories", Unit.COUNT, 2),
+    "trajectories_rolled_back": ("rolled back", Unit.COUNT, 2),
     "trajectories_duplicate": ("duplicate trajectories", Unit.COUNT, 2),
     "env/time/average_delay": ("mean delay", Unit.SECONDS, 1),
     "env/time/median_delay": ("median delay", Unit.SECONDS, 2),
