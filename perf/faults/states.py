@@ -62,7 +62,7 @@ def states_kept_broker_restarted(trial: Trial) -> None:
     _broker_restarted(trial, _KEPT)
 
 
-@drill("states-carried-broker-restarted")
+@drill("states-carried-broker-restarted", in_suite=False)
 def states_carried_broker_restarted(trial: Trial) -> None:
     """The same where clients carry the states: nothing is lost."""
     _broker_restarted(trial, _CARRIED)
@@ -89,7 +89,7 @@ def states_kept_worker_frozen(trial: Trial) -> None:
     _worker_frozen(trial, _KEPT)
 
 
-@drill("states-carried-worker-frozen")
+@drill("states-carried-worker-frozen", in_suite=False)
 def states_carried_worker_frozen(trial: Trial) -> None:
     """The same where clients carry the states: nothing is lost."""
     _worker_frozen(trial, _CARRIED)

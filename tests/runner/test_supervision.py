@@ -137,6 +137,9 @@ def test_a_worker_that_is_done_is_not_started_again_although_the_runner_was_froz
     )
     run.wait_for_answers(broker, 10)
     workers = [part_of(run, "start-env-worker", str(rank)) for rank in range(2)]
+    runner = psutil.Process(run.process.pid)
+    # A runner that stops before it has greeted them hears nothing of them.
+    wait_for(lambda: str(runner.net_connections("unix")).count("/report'") >= 3, "their connections")
     run.process.send_signal(signal.SIGSTOP)
     wait_for(lambda: all(w.status() == psutil.STATUS_ZOMBIE for w in workers), "their end", 40)
     run.process.send_signal(signal.SIGCONT)

@@ -76,6 +76,11 @@ class Learner:
         self.endpoint = self._service.endpoint
         self._closed = False
 
+    @property
+    def epoch(self) -> int:
+        """The number of this life of the learner; it has another one after each start."""
+        return self._shared.epoch
+
     # -- Trajectories
 
     def receive(self, timeout: float) -> list[Trajectory]:
@@ -157,7 +162,7 @@ class Learner:
         newest = self._shared.newest
         if number <= (0 if newest is None else newest.version):
             raise ValueError(f"version {number} does not come after version {self.version}")
-        notes: dict[str, Any] = {"epoch": self._shared.epoch}
+        notes: dict[str, Any] = {"epoch": self.epoch}
         if self._with_spaces and self._shared.spaces is not None:
             notes["spaces"] = self._shared.spaces.fields()
         snapshot = Snapshot.of(number, weights, notes)
