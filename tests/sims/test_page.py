@@ -15,7 +15,7 @@ from sim_environments import environment_of
 ROOT = TESTS.parent
 PAGE = (ROOT / "docs" / "simulators.md").read_text()
 COMMANDS = [block for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S) if "bin/evaluate" in block]
-FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.S))
+FILES = dict(re.findall(r"```\w+\n# (\w+\.\w+)\n(.*?)```", PAGE, re.S))
 
 
 @pytest.mark.timeout(120)
