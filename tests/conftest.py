@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import shutil
 import socket
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from faults.pool import Pool, wait_for
 from zmqrl import PolicyClient
 from zmqrl.errors import ClientError
 
-__all__ = ["TESTS", "Load", "Pool", "wait_for"]
+__all__ = ["TESTS", "Load", "Pool", "no_more_files", "wait_for"]
 
 TESTS = Path(__file__).parent
 
@@ -64,6 +66,17 @@ class Load:
         for thread in self._threads:
             thread.join()
         assert self.wrong == []
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process can open no file meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import gymnasium
 import numpy as np
 import pytest
 import zmq
-from conftest import Pool, wait_for
+from conftest import Pool, no_more_files, wait_for
 
 from zmqrl import Pending, PolicyClient
 from zmqrl.client.asking import Request
@@ -279,6 +279,48 @@ def test_a_send_that_is_interrupted_leaves_no_half_message_behind(pool: Pool) ->
     assert pool.counters()["malformed"] == 0
 
 
+def test_after_an_interrupted_send_nothing_was_heard_on_the_new_socket(pool: Pool) -> None:
+    client = pool.start().client()
+    client.infer(x(1))
+    link = client._connection._link
+    link.asked = time.monotonic()
+    with pytest.raises(TypeError):
+        link.send([b"half of a message", ["no buffer"]])
+    assert link.asked is None
+    assert not link.reached
+    assert link.suspicion.due < float("inf"), "the broker may have other keys by now"
+
+
+def test_a_send_that_is_interrupted_gives_its_shared_memory_back(pool: Pool) -> None:
+    client = pool.start().client()
+    client.infer(x(1))
+    assert client._connection.shares_memory
+    header = Header(Op.INFER, request_id=99, frames=1, rows=1)
+    broken = Request(header, "no bytes", [memoryview(bytes(200_000))], time.monotonic() + 5)
+    with pytest.raises(TypeError):
+        client._connection.start(broken)
+    assert broken.slot is not None
+    assert not client._connection._lane.slots._lent
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_client_that_got_no_file_for_a_new_socket_goes_on_when_there_is_one(
+    pool: Pool, asks: bool
+) -> None:
+    client = pool.start().client()
+    client.infer(x(1))
+    connection = client._connection
+    if asks:
+        connection._link.asked = time.monotonic()
+    with no_more_files(), pytest.raises(zmq.ZMQError):
+        connection._rebuild()
+    assert client.infer(x(2))["actions"][0, 0] == 2
+    with no_more_files(), pytest.raises(zmq.ZMQError):
+        connection._rebuild()
+    client.catch_up()
+    assert client.infer(x(3))["actions"][0, 0] == 3
+
+
 def test_results_are_writable_and_stay_as_they_are(pool: Pool) -> None:
     client = pool.start().client()
     kept = [client.infer({"x": np.full((1, 2000), float(value))})["actions"] for value in range(50)]
@@ -507,6 +549,25 @@ def test_after_a_fork_parent_and_children_each_get_their_own_answers(pool: Pool)
     for child in children:
         child.join(10)
         assert child.exitcode == 0
+
+
+def _infer_in_child_once_there_are_files(client: PolicyClient, answers: multiprocessing.Queue) -> None:
+    with no_more_files(), pytest.raises(zmq.ZMQError):
+        client.infer(x(1))
+    answers.put((client.infer(x(2), timeout=8)["actions"][0, 0], client.name.count("-")))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_that_gets_no_file_for_a_socket_of_its_own_leaves_the_parents_alone(pool: Pool) -> None:
+    client = pool.start().client(name="parent")
+    client.infer(x(0))
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    child = fork.Process(target=_infer_in_child_once_there_are_files, args=(client, answers))
+    child.start()
+    assert answers.get(timeout=20) == (2, 1)
+    child.join(10)
+    assert client.infer(x(3))["actions"][0, 0] == 3
 
 
 class _Slow(gymnasium.Env):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from conftest import TESTS, Pool, wait_for
+from conftest import TESTS, Pool, no_more_files, wait_for
 
 from zmqrl import PolicyClient
 from zmqrl.client.aio import AsyncPolicyClient
@@ -359,7 +359,7 @@ def test_a_request_that_could_not_be_sent_keeps_no_env_busy(counting: Pool) -> N
     x = {"x": np.ones((2, 1))}
     client.infer(x, reset=True)
     client._connection._link._socket.close()
-    with pytest.raises(zmq.ZMQError):
+    with no_more_files(), pytest.raises(zmq.ZMQError):
         client.infer(x, reset=False)
     assert client.infer(x, reset=False)["counts"].tolist() == [2, 2]
 

@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 import zmq
-from conftest import Pool, wait_for
+from conftest import Pool, no_more_files, wait_for
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from test_trajectory import Counting
@@ -545,6 +545,18 @@ def test_an_acknowledgement_owed_to_a_socket_that_is_gone_goes_to_the_next_one(
     sender.wait_until_acknowledged()
 
 
+def test_an_env_worker_that_got_no_file_for_a_new_socket_goes_on_when_there_is_one(learner, env):
+    port = learner()
+    sender = env().play(1).wait_until_acknowledged()
+    uplink_ = sender.recording._uplink
+    uplink_._asked[0] = (99, 2)  # what is open
+    uplink_._heard -= 1000.0
+    with no_more_files(), pytest.raises(zmq.ZMQError):
+        uplink_.service()
+    sender.play(1).wait_until_acknowledged()
+    assert take(port, 2) == [0, 2]
+
+
 def test_a_learner_that_was_killed_is_followed_by_the_next(serving, learner, env, impatient):
     sender = env().play(2).wait_until_acknowledged()
     serving.kill()
@@ -1070,7 +1082,7 @@ def test_a_record_that_was_refused_can_be_made_again(pool: Pool, learner, endpoi
     with pytest.raises(ValueError, match="final_obs"):
         policy.record([0, 0], [True, False], [False, False])
     policy.record([0, 0], [True, False], [False, False], np.ones((2, 2)))
-    with pytest.raises(ValueError, match="infer"):
+    with pytest.raises(ValueError, match=r"nothing to record at stage 0: .* infer\(\)"):
         policy.record([0, 0], NOTHING, NOTHING)
     policy.infer(np.zeros((2, 2)))
     (trajectory,) = wait_for(lambda: port.receive(0.1), "the trajectory")
@@ -1103,10 +1115,10 @@ def test_a_loop_whose_states_are_lost_records_nothing_of_those_episodes(pool: Po
 
 def test_record_needs_a_learner_and_an_inference_before_it(endpoint, learner):
     learner()
-    for options in ({}, {"learner": endpoint}):
+    for options, words in (({}, "learner="), ({"learner": endpoint}, r"a call of infer\(\) before it")):
         with (
             PolicyClient("tcp://127.0.0.1:1", **options) as policy,
-            pytest.raises(ValueError, match=r"learner=.*infer\(\)"),
+            pytest.raises(ValueError, match=words),
         ):
             policy.record([0], [False], [False])
 

@@ -92,6 +92,7 @@ class PolicyClient:
         self._incarnation = time.time_ns()
         self._next_id = 1
         self._closed = False
+        self._pid = os.getpid()
         self._rows = None if envs is None else int(getattr(envs, "num_envs", 1))
         self._recorder: Optional[Recorder] = None
         self._learner: Optional[Dict[str, Any]] = None
@@ -305,9 +306,7 @@ class PolicyClient:
             ClientError: The latest actions did not come.
         """
         if self._recorder is None:
-            raise ValueError(
-                "record() needs PolicyClient(learner=…), and infer() in mode train before each"
-            )
+            raise ValueError("record() needs PolicyClient(learner=…)")
         self._recorder.tell(reward, terminated, truncated, final_obs, valid, stage)
 
     def rest(self, stage: int = 0) -> None:
@@ -393,33 +392,34 @@ class PolicyClient:
             raise ClientClosed("the client is closed")
         if self._pid != os.getpid():
             # A fork copied the socket's memory but not its I/O thread; never touch it here.
-            self.name += f"-{os.getpid()}"
             self._open()
         return self._turn
 
     def _open(self) -> None:
-        self._pid = os.getpid()
+        pid = os.getpid()
+        name = self.name if pid == self._pid else f"{self.name}-{pid}"
         introduction: Dict[str, Any] = {
             "role": "client",
-            "name": self.name,
+            "name": name,
             "incarnation": self._incarnation,
             "host": os.uname().nodename,
-            "pid": self._pid,
+            "pid": pid,
             "mode": self.mode,
         }
-        self._connection = Connection(self.endpoint, {**introduction, **self._place}, self._keys)
-        self._turn = _Turn(self._connection)
-        self._memory = Memory()
+        connection = Connection(self.endpoint, {**introduction, **self._place}, self._keys)
         if self._learner is not None:
             from zmqrl.recording.recorder import Recorder  # most clients record nothing
 
             try:
                 self._recorder = Recorder(
-                    name=self.name, incarnation=self._incarnation, keys=self._keys, **self._learner
+                    name=name, incarnation=self._incarnation, keys=self._keys, **self._learner
                 )
-            except Exception:
-                self._connection.close(ClientClosed("the client was not opened"))
+            except BaseException:
+                connection.close(ClientClosed("the client was not opened"))
                 raise
+        self._connection, self._turn, self._memory = connection, _Turn(connection), Memory()
+        # Last: if it fails, in a fork, what is here still belongs to the parent.
+        self.name, self._pid = name, pid
 
 
 class _Turn:

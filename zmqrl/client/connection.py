@@ -23,7 +23,7 @@ from zmqrl.errors import (
 )
 from zmqrl.transport.codec import decode_meta, encode_meta
 from zmqrl.transport.header import FLAG_LANE, FLAG_READS_LANE, HEADER_SIZE, Header, Op, unpack
-from zmqrl.transport.refusal import Refusal, Suspicion
+from zmqrl.transport.refusal import Refusal
 from zmqrl.transport.security import Keys
 from zmqrl.transport.sharedmem import Lane
 
@@ -74,9 +74,6 @@ class Connection:
         self.endpoint = endpoint
         self.requests: Dict[int, Request] = {}
         self._link = Link(endpoint, introduction, keys)
-        self._suspicion = Suspicion(endpoint, keys)
-        self._reached = False  # whether the broker has said anything on this socket
-        self._asked: Optional[float] = None  # since when a KNOWN is unanswered
         self._patience = _REBUILD_AFTER
         self._refusal = (float("-inf"), "")  # when the broker last said that it is full, and how
         self._lane = Lane()
@@ -94,36 +91,41 @@ class Connection:
 
     def start(self, request: Request) -> None:
         """Send a new request."""
-        if self._asked is not None:
+        if self._link.asked is not None:
             self._receive(request)  # the answer may have come since the last call
             if self._is_deaf(time.monotonic()):
                 self._rebuild()
-        if self._suspicion.reason:  # libzmq gives a socket up that was refused
-            self._suspicion.end()
-            self._renew()
-        if not self._reached and not self.requests:
+        if self._link.suspicion.reason:  # libzmq gives a socket up that was refused
+            self._link.suspicion.end()
+            self._link.renew()
+        if not self._link.reached and not self.requests:
             left = request.deadline - time.monotonic()
-            self._suspicion.begin(after=min(_SUSPECT_AFTER, left / 2))
+            self._link.suspicion.begin(after=min(_SUSPECT_AFTER, left / 2))
         self._link.goes_on(request.header.stage)
         request.size = len(request.meta) + sum(map(len, request.buffers))
         if request.buffers:
             request.settle(self._lane)
-        self._send(request)
+        try:
+            self._send(request)
+        except BaseException:
+            if request.slot is not None:  # it may be on its way all the same
+                self._lane.slots.give_back(request.slot, is_unread=False)
+            raise
         self.requests[request.header.request_id] = request
         self._lane.look(time.monotonic())
 
     def wait(self, request: Request, until: float) -> None:
         """Wait until `request` has ended, but no longer than `until` (of `time.monotonic()`)."""
-        until = min(until, request.deadline)
+        until, suspicion = min(until, request.deadline), self._link.suspicion
         while not request.done:
             now = wake = time.monotonic()
             if now < until:
-                wake = min(until, self._suspicion.due, min(r.look_at for r in self.requests.values()))
+                wake = min(until, suspicion.due, min(r.look_at for r in self.requests.values()))
             self._receive(request, wake - now)
             if request.done:
                 return
             now = time.monotonic()
-            if now >= self._suspicion.due:
+            if now >= suspicion.due:
                 self._look_for_a_refusal(request.deadline - now)
                 now = time.monotonic()
             if now >= wake:
@@ -144,17 +146,17 @@ class Connection:
             pause = _AT_EASE
             if self.requests:
                 now = time.monotonic()
-                wake = min(self._suspicion.due, min(r.look_at for r in self.requests.values()))
+                wake = min(self._link.suspicion.due, min(r.look_at for r in self.requests.values()))
                 if now >= wake:
-                    if now >= self._suspicion.due:
-                        self._heed(self._suspicion.glance())
+                    if now >= self._link.suspicion.due:
+                        self._heed(self._link.suspicion.glance())
                     for request in list(self.requests.values()):
                         if now >= request.look_at:
                             self._look_after(request, now)
                     continue  # what was sent has taken the sign of what has come meanwhile
                 pause = min(wake - now, _AT_EASE)
             else:
-                self._suspicion.rest()
+                self._link.suspicion.rest()
             untold, self._untold = self._untold, False
             return 0.0 if untold else pause
 
@@ -180,7 +182,6 @@ class Connection:
         for request in list(self.requests.values()):
             self._end(request, error=error)
         self._link.send([Header(Op.BYE).pack()])
-        self._suspicion.end()
         self._link.close()
         self._lane.close()
 
@@ -201,7 +202,7 @@ class Connection:
 
     def _look_for_a_refusal(self, time_left: float) -> None:
         """End what is open if keys are the reason that nobody answers."""
-        self._heed(self._suspicion.look(min(0.3, time_left / 2)))
+        self._heed(self._link.suspicion.look(min(0.3, time_left / 2)))
 
     def _heed(self, refusal: Optional[Refusal]) -> None:
         if refusal is not None and refusal.final:
@@ -209,7 +210,7 @@ class Connection:
                 self._end(request, error=self._authentication_failed())
 
     def _authentication_failed(self) -> AuthenticationFailed:
-        return AuthenticationFailed(f"the broker at {self.endpoint} {self._suspicion.reason}")
+        return AuthenticationFailed(f"the broker at {self.endpoint} {self._link.suspicion.reason}")
 
     def _look_after(self, request: Request, now: float) -> None:
         """Do what is due for a request that has no reply yet."""
@@ -229,26 +230,21 @@ class Connection:
 
     def _ask(self, request: Request, now: float) -> None:
         """Ask whether the broker has a request."""
-        if self._asked is None:
-            self._asked = now
+        if self._link.asked is None:
+            self._link.asked = now
         self._link.send([Header(Op.KNOWN, request_id=request.header.request_id).pack()])
 
     def _is_deaf(self, now: float) -> bool:
         """Whether not even KNOWN is answered: the connection may be half dead."""
-        return self._asked is not None and now >= self._asked + self._patience + self._transfer_s()
+        asked = self._link.asked
+        return asked is not None and now >= asked + self._patience + self._transfer_s()
 
     def _rebuild(self) -> None:
         """Make the socket anew, and send again what is open."""
-        self._reached = False
         self._patience *= 2
-        self._renew()
+        self._link.renew()
         for request in self.requests.values():
             self._send(request)
-
-    def _renew(self) -> None:
-        self._link.renew()
-        self._suspicion.begin()
-        self._asked = None
 
     def _transfer_s(self) -> float:
         """Seconds that what is open may take on a slow link."""
@@ -260,9 +256,9 @@ class Connection:
         request.look_at = min(now + seconds, request.deadline)
 
     def _timeout_of(self, request: Request) -> ClientError:
-        if not self._reached and self._suspicion.reason:
+        if not self._link.reached and self._link.suspicion.reason:
             return self._authentication_failed()
-        if not self._reached and request.kind is PolicyTimeout:
+        if not self._link.reached and request.kind is PolicyTimeout:
             return BrokerUnreachable(
                 f"no broker answered at {self.endpoint} within the timeout; "
                 "is one running there (bin/start-broker)?"
@@ -277,7 +273,7 @@ class Connection:
         return kind(f"no reply{of} from {self.endpoint} within the timeout: {state}")
 
     def _end(self, request: Request, result: Any = None, error: Optional[ClientError] = None) -> None:
-        del self.requests[request.header.request_id]
+        self.requests.pop(request.header.request_id, None)  # Ctrl-C may have broken off a call of this
         if request.slot is not None:
             self._lane.slots.give_back(request.slot, request.read_once)
         if request.ended is None:
@@ -305,9 +301,7 @@ class Connection:
         """Act on a message, of which the first frame has been read."""
         header = unpack(first)
         buffers = self._link.others() if header.frames else []
-        self._reached = True
-        self._asked = None
-        self._suspicion.end()
+        self._link.heard()
         request = self.requests.get(header.request_id)
         if header.op == _REPLY:
             if request is not None:

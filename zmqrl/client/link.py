@@ -12,6 +12,7 @@ import zmq
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import encode_meta
 from zmqrl.transport.header import Header, Op
+from zmqrl.transport.refusal import Suspicion
 from zmqrl.transport.security import Keys
 
 _TICK = 0.2
@@ -28,6 +29,12 @@ class Link:
         introduction: The fields of HELLO.
         keys: Of a client.
 
+    Attributes:
+        suspicion: Whether keys are why nothing is heard.
+        reached: Whether the broker has said anything on this socket.
+        asked: Since when a question is unanswered, of `time.monotonic()`; None if none is.
+        said_hello: When HELLO was said last, likewise.
+
     Raises:
         EndpointError: The endpoint is malformed.
     """
@@ -38,6 +45,9 @@ class Link:
         self._keys = keys
         self._resting: Set[int] = set()
         self._watch: Optional[select.epoll] = None
+        self.reached = False
+        self.asked: Optional[float] = None
+        self.suspicion = Suspicion(endpoint, keys)
         self._connect()
 
     def renew(self) -> None:
@@ -66,22 +76,36 @@ class Link:
         try:
             sockets.send(self._socket, frames)
         except BaseException:
+            had_none = self._socket.closed  # since it could not be made anew
             # Ctrl-C between two frames: what is sent next would become part of this message.
             self.renew()
-            raise
+            if not had_none:
+                raise
+            sockets.send(self._socket, frames)
+
+    def heard(self) -> None:
+        """Note that the broker has said something."""
+        self.reached = True
+        self.asked = None
+        self.suspicion.end()
 
     def first(self, seconds: float) -> Optional[bytes]:
         """The first frame of the next message; None if none comes within so many seconds, or earlier."""
         flags = sockets.NOBLOCK
-        if seconds >= _TICK:
-            flags = 0
-        elif seconds > 0:
-            self._poller.poll(int(seconds * 1000 + 0.999))
-        elif not sockets.has_input(self._socket):
-            return None  # who looks again and again should not pay for an exception each time
         try:
+            if seconds >= _TICK:
+                flags = 0
+            elif seconds > 0:
+                self._poller.poll(int(seconds * 1000 + 0.999))
+            elif not sockets.has_input(self._socket):
+                return None  # who looks again and again should not pay for an exception each time
             return self._socket.recv(flags)
         except zmq.Again:
+            return None
+        except zmq.ZMQError:
+            if not self._socket.closed:
+                raise
+            self.renew()  # which failed before, or was interrupted
             return None
 
     def others(self) -> List[Any]:
@@ -103,6 +127,7 @@ class Link:
 
     def close(self) -> None:
         """Close the socket; what was sent has a moment to leave."""
+        self.suspicion.end()
         self._disconnect(linger=None)
         if self._watch is not None:
             self._watch.close()
@@ -113,12 +138,15 @@ class Link:
         return int(self._socket.getsockopt(zmq.FD))
 
     def _connect(self) -> None:
-        self._socket = sockets.dealer(zmq.Context.instance(), self._endpoint, keys=self._keys)
-        self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * _TICK))
+        socket = sockets.dealer(zmq.Context.instance(), self._endpoint, keys=self._keys)
+        socket.setsockopt(zmq.RCVTIMEO, int(1000 * _TICK))
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(socket, zmq.POLLIN)
+        self._socket = socket  # not before: Ctrl-C must not leave one that waits for ever
         if self._watch is not None:
             self._watch.register(self._file, select.EPOLLIN)
+        self.reached, self.asked = False, None
+        self.suspicion.begin()
         self.hello()
 
     def _disconnect(self, linger: Optional[int] = 0) -> None:

@@ -106,7 +106,8 @@ class Recorder:
         """
         if stage not in self._latest:
             raise ValueError(
-                "record() needs PolicyClient(learner=…), and infer() in mode train before each"
+                f"there is nothing to record at stage {stage}: each record() needs a call of infer() "
+                "before it, in mode train and without policy=…"
             )
         answer = self._latest[stage]
         reply = answer.result()

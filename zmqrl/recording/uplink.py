@@ -177,8 +177,10 @@ class Uplink:
 
     # -- Sending
 
-    def _connect(self) -> None:
+    def _connect(self, before: Optional[zmq.Socket[bytes]] = None) -> None:
         self._socket = sockets.dealer(self._context, self.endpoint, keys=self._keys)
+        if before is not None:  # not sooner: there may be no file for a new one
+            before.close(0)
         self._heard = self._spoke = time.monotonic()
         self.suspicion.begin()
         if "spaces" in self._introduction:
@@ -203,8 +205,7 @@ class Uplink:
             sockets.send(self._socket, frames)
         except BaseException:
             # Ctrl-C between two frames: what is sent next would become part of this message.
-            self._socket.close(0)
-            self._connect()
+            self._connect(self._socket)
             raise
 
     # -- Receiving, and looking after what is silent
@@ -240,8 +241,7 @@ class Uplink:
         elif now >= self._heard + self._patience:
             # The connection may be half dead, so make a new one.
             self._be_more_patient()
-            self._socket.close(0)
-            self._connect()
+            self._connect(self._socket)
         elif self._welcomed == self._hellos and now >= self._spoke + _ASK_EVERY:
             self._hello()
         elif now >= self._spoke + self._patience:
