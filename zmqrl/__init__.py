@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+# Deep within other imports it takes CPython 3.11 longer by 30 ms: calls at the end of a chunk of stack.
+import numpy as _numpy  # noqa: F401
+
 from zmqrl.client import Pending, PolicyClient
 from zmqrl.errors import ZmqrlError
 
