@@ -47,7 +47,8 @@ def test_a_loop_of_ones_own_trains(folder: Path) -> None:
     run.process.terminate()
     run.wait()
     result = run.result()
-    assert result["trajectories_received"] == 1250 // 16
+    # The last one may be on its way still, to a learner that is told to stop.
+    assert 1250 // 16 - 1 <= result["trajectories_received"] <= 1250 // 16
     assert not [key for key in result if key.startswith("time/env/")], "nobody tells such times"
 
 
