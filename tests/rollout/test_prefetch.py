@@ -66,7 +66,7 @@ def test_it_stops_when_batches_become_long():
         prefetch.end()
         clock.now += 0.0 if decided[-1] else 0.0002
     assert decided[1:6] == [True] * 5
-    assert not any(decided[7:])
+    assert not any(decided[8:])
 
 
 def test_where_nothing_waits_it_asks_but_now_and_then_until_it_helps_again():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_ROUND_TRIPS = 30.0
+_ROUND_TRIPS = 60.0
 """A batch of more round trips than this gains little from a next one that is there already, and what is
 there cannot be taken by another worker."""
 
