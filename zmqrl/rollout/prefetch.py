@@ -44,8 +44,8 @@ class Prefetch:
         self._asked = False
         self._asked_before = False  # for the batch in hand
         self._round_trip = float("inf")
-        """Seconds from a result to the next batch, without asking ahead: the least that was seen; the other
-        times nobody may have had anything to ask."""
+        """Seconds from a result to the next batch, without asking ahead: the least that was seen;
+        the other times nobody may have had anything to ask."""
         self._gaps: list[float] = []
         self._is_sure = False  # whether it is of as many looks as are judged together
         self._count = 0  # of batches
