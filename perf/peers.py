@@ -14,9 +14,10 @@ MAX_SOCKETS = 8192
 
 def dealer(endpoint: str, role: str, keys: Sequence[str] = ()) -> zmq.Socket[bytes]:
     """A DEALER of the process's own context, connected; with the keys in a folder, if one is named."""
-    context = zmq.Context.instance()
-    if not keys:
-        return sockets.dealer(context, endpoint)
-    from zmqrl.transport.security import Keys
+    own = None
+    if keys:
+        from zmqrl.transport.security import Keys
 
-    return sockets.dealer(context, endpoint, keys=Keys.load(keys[0], role))
+        own = Keys.load(keys[0], role)
+    every_s = sockets.HEARTBEAT_S if role == "client" else None  # as zmqrl's own peers have it
+    return sockets.dealer(zmq.Context.instance(), endpoint, keys=own, heartbeat_every_s=every_s)

@@ -10,6 +10,8 @@ from typing import Any
 
 from cases import CASES, REFERENCE, Stage, case_arguments, in_turn, medians, ratio
 
+from zmqrl.transport.sockets import HEARTBEAT_S
+
 ABOUT = "Up to 2,000 clients and 16 workers: rate, CPU time and memory of the broker, each one's share."
 
 COLUMNS = (
@@ -42,6 +44,9 @@ CROWDS = 2
 RATE = 2000
 """Requests per second of all clients together where they are paced: the more they are, the less often
 each asks. Then what differs between two rows is their number alone, not the load."""
+
+PACED_S = HEARTBEAT_S
+"""Seconds of a round of paced clients: in each, all of them have had their heartbeat."""
 
 MAX_CPU = 1.3
 """Of the broker for a request, in that with the fewest clients."""
@@ -85,7 +90,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         middle.measure,
                         count,
                         PAYLOAD,
-                        options.seconds,
+                        max(options.seconds, PACED_S) if load == "paced" else options.seconds,
                         every_s=count / RATE if load == "paced" else 0.0,
                     )
                     for (case, count), middle in middles.items()

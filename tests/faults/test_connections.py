@@ -83,7 +83,8 @@ _LOOP = """
 import sys
 import numpy as np
 from zmqrl import PolicyClient
-client = PolicyClient(sys.argv[1], name=sys.argv[2], timeout=30)
+ranks = {"rank": int(sys.argv[3]), "world_size": int(sys.argv[4])} if sys.argv[3:] else {}
+client = PolicyClient(sys.argv[1], name=sys.argv[2], timeout=30, **ranks)
 for step in range(1 << 40):
     assert (client.infer({"x": np.full((1, 3), step)})["actions"] == step).all()
     print(step, flush=True)
@@ -91,10 +92,10 @@ for step in range(1 << 40):
 
 
 @contextmanager
-def loop(pool: Pool, name: str) -> Iterator[subprocess.Popen[str]]:
-    """A client in a process of its own, which prints a line for each answer."""
+def loop(pool: Pool, name: str, *ranks: int) -> Iterator[subprocess.Popen[str]]:
+    """A client in a process of its own, which prints a line for each answer; of a rank, of so many."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _LOOP, pool.frontend, name],
+        [sys.executable, "-c", _LOOP, pool.frontend, name, *map(str, ranks)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -120,6 +121,25 @@ def test_a_client_that_was_frozen_until_it_was_forgotten_registers_again(pool: P
         answered = pool.counters()["answered"]
         wait_for(lambda: pool.counters()["answered"] > answered + 20, "more answers")
         assert client.poll() is None
+
+
+def test_the_barrier_of_normal_mode_waits_no_longer_for_a_frozen_client_than_for_a_frozen_worker(
+    pool: Pool,
+) -> None:
+    pool.start_broker("broker.heartbeat_timeout_s=2", decoupled=False)
+    pool.start_worker(0, world_size=1)
+    pool.wait_for_workers(1)
+    observation = {"x": np.ones((1, 3), int)}  # as those of the other
+    with loop(pool, "env-0", 0, 2) as other:
+        client = pool.client(rank=1, world_size=2)
+        for _ in range(3):
+            assert client.infer(observation)["rows"] == 2
+        os.kill(other.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        while time.monotonic() < begin + 4.0:  # what the other had asked for opens one barrier more
+            if client.infer(observation)["rows"] == 1:
+                break
+        assert 2.0 < time.monotonic() - begin < 3.4  # docs/reliability.md: a second more at most
 
 
 def test_a_replacement_of_a_frozen_client_is_served_and_the_frozen_one_refused_loudly(

@@ -43,7 +43,8 @@ class BrokerServer:
         backend: Where rollout workers connect.
         options: How the broker behaves.
         max_message_mb: Mebibytes; libzmq cuts a peer that sends more.
-        heartbeat_s: Seconds of silence of a peer's I/O thread after which it counts as gone.
+        heartbeat_s: Seconds of silence of a peer's I/O thread after which it counts as gone; a client
+            of the shared queue, for which nobody waits, up to twice as many.
         keys: The server's; None lets in whoever reaches the sockets.
         insecure: Without keys: whether other machines may reach them.
         shared_memory: Whether peers on this host may share memory.
@@ -71,8 +72,11 @@ class BrokerServer:
         try:
             # A client that reads never has more replies on the way than it may have requests open.
             unread = options.max_client_open
+            # libzmq walks over all connections at each heartbeat, and of clients there may be thousands.
+            # Only the barrier of normal mode waits for one that has fallen silent.
+            every_s = heartbeat_s if options.decoupled else None
             self._frontend = sockets.router(
-                self._context, frontend, unread, max_message_mb, heartbeat_s, self._front_door
+                self._context, frontend, unread, max_message_mb, heartbeat_s, self._front_door, every_s
             )
             self._backend = sockets.router(
                 self._context, backend, 1000, max_message_mb, heartbeat_s, self._back_door

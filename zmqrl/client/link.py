@@ -138,7 +138,13 @@ class Link:
         return int(self._socket.getsockopt(zmq.FD))
 
     def _connect(self) -> None:
-        socket = sockets.dealer(zmq.Context.instance(), self._endpoint, keys=self._keys)
+        # Few heartbeats: it asks after each request that is silent, and a broker may have thousands.
+        socket = sockets.dealer(
+            zmq.Context.instance(),
+            self._endpoint,
+            keys=self._keys,
+            heartbeat_every_s=sockets.HEARTBEAT_S,
+        )
         socket.setsockopt(zmq.RCVTIMEO, int(1000 * _TICK))
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
