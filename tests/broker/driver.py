@@ -8,6 +8,7 @@ from zmqrl.broker.scheduling import Limits
 from zmqrl.errors import DecodeError
 from zmqrl.transport.codec import decode, decode_meta, encode, encode_meta
 from zmqrl.transport.header import (
+    FLAG_AHEAD,
     FLAG_EVAL,
     FLAG_LANE,
     HEADER_SIZE,
@@ -76,6 +77,7 @@ class ReceivedBatch:
 
     def __init__(self, frames):
         self.table = unpack_table(frames[0])
+        self.ahead = unpack(frames[0]).flags == FLAG_AHEAD
         self.shards = split_batch(self.table, frames)
         self.number = self.table.number
         self.headers = [unpack(message[0]) for _, message in self.shards]

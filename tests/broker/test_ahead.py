@@ -22,12 +22,22 @@ def busy_ahead(asked=2, **options):
 def test_a_worker_that_asks_ahead_is_given_its_next_batch_while_it_is_in_the_first():
     pool, client, worker = busy_ahead()
     assert worker.who == [["a1"], ["a2", "a3"]]
+    assert [batch.ahead for batch in worker.batches] == [False, True]
     for batch in list(worker.batches):
         worker.answer(batch)
     pool.turn()
     assert client.answers == [("REPLY", 1), ("REPLY", 2), ("REPLY", 3)]
     assert pool.holds_nothing()
     assert pool.counters["requeued"] == pool.counters["late_results"] == 0
+
+
+def test_a_batch_for_a_result_is_not_called_one_ahead_although_it_was_asked_for():
+    pool, client, worker = busy_ahead(asked=0)
+    client.ask()
+    client.ask()
+    worker.answer()  # before the broker could give them
+    pool.turn()
+    assert [batch.ahead for batch in worker.batches] == [False, False]
 
 
 def test_one_batch_more_is_all_that_a_worker_is_given():

@@ -19,6 +19,7 @@ from zmqrl.broker.records import (
 from zmqrl.errors import DecodeError, SharedMemoryLost
 from zmqrl.transport.codec import MAX_REQUEST, decode_meta
 from zmqrl.transport.header import (
+    FLAG_AHEAD,
     FLAG_LANE,
     FLAG_READS_LANE,
     HEADER_SIZE,
@@ -324,9 +325,11 @@ class WorkerLeg:
                 return
         if worker.batches:
             del pool.ahead[worker.peer]
+            flags = FLAG_AHEAD
         else:
             del pool.idle[worker.peer]
             worker.changed = now
+            flags = 0
         batch = Batch(self._next_batch, now, now, {request.slot: request for request in requests})
         self._next_batch += 1
         worker.batches[batch.number] = batch
@@ -349,7 +352,7 @@ class WorkerLeg:
             )
             messages.append(message)
             origins.append(origin)
-        table = pack_table(_BATCH, pool.epoch, batch.number, entries, origins)
+        table = pack_table(_BATCH, pool.epoch, batch.number, entries, origins, flags=flags)
         pool.to_workers.append((worker.peer, join_bodies(table, messages)))
 
     def _inlined(self, requests: list[Request]) -> dict[int, list[Any]]:

@@ -18,7 +18,16 @@ from zmqrl.rollout.prefetch import Prefetch
 from zmqrl.rollout.versions import PolicyVersions
 from zmqrl.transport import sockets
 from zmqrl.transport.codec import LARGE, decode_meta, encode_meta
-from zmqrl.transport.header import FLAG_READS_LANE, HEADER_SIZE, REWARD, Header, Op, unpack, unpack_table
+from zmqrl.transport.header import (
+    FLAG_AHEAD,
+    FLAG_READS_LANE,
+    HEADER_SIZE,
+    REWARD,
+    Header,
+    Op,
+    unpack,
+    unpack_table,
+)
 from zmqrl.transport.refusal import Suspicion
 from zmqrl.transport.security import Keys
 from zmqrl.transport.sharedmem import Lane
@@ -183,7 +192,7 @@ class RolloutWorker:
         try:
             header = unpack(frames[0])
             if header.op == _BATCH:
-                self._batch(frames)
+                self._batch(frames, ahead=header.flags & FLAG_AHEAD != 0)
             elif header.op == Op.WELCOME:
                 self._welcome(decode_meta(frames[0][HEADER_SIZE:]))
                 self._ready()
@@ -197,10 +206,11 @@ class RolloutWorker:
         except DecodeError as error:
             log.warning("a message from the broker is not valid: %s", error)
 
-    def _batch(self, frames: list[Any]) -> None:
+    def _batch(self, frames: list[Any], ahead: bool) -> None:
+        """Answer a batch, which was perhaps given `ahead`."""
         table = unpack_table(frames[0])
         self._number = table.number
-        if self._prefetch.begin():
+        if self._prefetch.begin(ahead):
             self._send([Header(Op.AHEAD, request_id=table.number).pack()])
         self._versions.refresh()
         self._send(self._answers.result(table, frames))

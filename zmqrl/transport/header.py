@@ -78,6 +78,9 @@ FLAG_KEPT = 16
 FLAG_BEGINS = 32
 """INFER: it needs no state that a worker may keep for its client: all envs begin an episode."""
 
+FLAG_AHEAD = 64
+"""BATCH: it was given while its worker was in another one, for its AHEAD."""
+
 _MARK = MAGIC + bytes([VERSION])
 """What every message of this version begins with."""
 
@@ -208,18 +211,27 @@ class Table(NamedTuple):
         return pack_table(op, self.epoch, self.number, entries, [self.origins], self.predict_us)
 
 
-_HEADS = {int(op): Header(op).pack() for op in (Op.BATCH, Op.RESULT)}
+_HEADS = {
+    (int(op), flags): Header(op, flags).pack()
+    for op, flags in ((Op.BATCH, 0), (Op.BATCH, FLAG_AHEAD), (Op.RESULT, 0))
+}
 
 pack_entry = _ENTRY.pack
 """The bytes of an `Entry`, of its fields."""
 
 
 def pack_table(
-    op: int, epoch: int, number: int, entries: List[bytes], origins: List[bytes], predict_us: int = 0
+    op: int,
+    epoch: int,
+    number: int,
+    entries: List[bytes],
+    origins: List[bytes],
+    predict_us: int = 0,
+    flags: int = 0,
 ) -> bytes:
     """The bytes of a `Table`, of its packed entries; the broker, which makes many, makes no tuples."""
     head = _TABLE.pack(epoch, number, len(entries), predict_us)
-    return b"".join([_HEADS[op], head, *entries, *origins])
+    return b"".join([_HEADS[op, flags], head, *entries, *origins])
 
 
 def unpack_table_head(first: bytes) -> Tuple[int, int, int]:
