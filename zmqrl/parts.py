@@ -68,7 +68,7 @@ def start_broker(options: argparse.Namespace) -> int:
 
 def start_rollout_worker(options: argparse.Namespace) -> int:
     """Serve a policy."""
-    from zmqrl.rollout.policy import limit_torch_threads
+    from zmqrl.rollout.loading import limit_torch_threads
     from zmqrl.runner.policies import make_policy
 
     serves = options.serves or ""
@@ -105,7 +105,7 @@ def start_rollout_worker(options: argparse.Namespace) -> int:
 def start_reward_worker(options: argparse.Namespace) -> int:
     """Serve a reward model."""
     from zmqrl import config
-    from zmqrl.rollout.policy import limit_torch_threads, load_policy
+    from zmqrl.rollout.loading import limit_torch_threads, load_policy
     from zmqrl.transport.header import REWARD
 
     overrides = config.for_policy(options.model, options.overrides, "reward", "model")
@@ -126,7 +126,7 @@ def start_learner(options: argparse.Namespace) -> int:
     """Learn from trajectories, and publish weights."""
     from zmqrl import config
     from zmqrl.learner.worker import LearnerWorker
-    from zmqrl.rollout.policy import limit_torch_threads
+    from zmqrl.rollout.loading import limit_torch_threads
 
     loaded = config.load(options.config, options.overrides)
     if not loaded.algorithm.is_set:
@@ -148,7 +148,7 @@ def start_env_worker(options: argparse.Namespace) -> int:
 
     from zmqrl import config
     from zmqrl.env.worker import EnvWorker
-    from zmqrl.rollout.policy import limit_torch_threads
+    from zmqrl.rollout.loading import limit_torch_threads
     from zmqrl.telemetry.metrics import EnvView, episode_metrics, run_metrics
     from zmqrl.telemetry.table import results
 

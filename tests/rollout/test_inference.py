@@ -5,7 +5,8 @@ import pytest
 
 from zmqrl.errors import PolicyOutputError
 from zmqrl.rollout.inference import Inference, static_calls
-from zmqrl.rollout.policy import TensorPolicy, as_policy, load_policy
+from zmqrl.rollout.loading import as_policy, load_policy
+from zmqrl.rollout.policy import TensorPolicy
 from zmqrl.rollout.versions import PolicyVersions
 
 SIZES = [2, 4, 16]

@@ -12,7 +12,8 @@ import pytest
 
 from zmqrl.errors import PolicyError, PolicyLoadError
 from zmqrl.rollout.batching import check_output
-from zmqrl.rollout.policy import TensorPolicy, as_policy, load_policy
+from zmqrl.rollout.loading import as_policy, load_policy
+from zmqrl.rollout.policy import TensorPolicy
 
 torch = pytest.importorskip("torch")
 

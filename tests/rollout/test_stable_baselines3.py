@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 
 from zmqrl.errors import PolicyLoadError
-from zmqrl.rollout.policy import as_policy, load_policy
+from zmqrl.rollout.loading import as_policy, load_policy
 
 sb3 = pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not installed")
 

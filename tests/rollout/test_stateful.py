@@ -11,7 +11,8 @@ from zmqrl.errors import DecodeError, PolicyLoadError, PolicyOutputError
 from zmqrl.imports import import_object
 from zmqrl.rollout.download import Weights
 from zmqrl.rollout.inference import Inference
-from zmqrl.rollout.policy import TensorPolicy, as_policy, keeps_state, load_policy
+from zmqrl.rollout.loading import as_policy, load_policy
+from zmqrl.rollout.policy import TensorPolicy, keeps_state
 from zmqrl.rollout.stateful import Memory, States, are_apart, split_off
 from zmqrl.rollout.versions import PolicyVersions
 from zmqrl.transport.codec import decode, encode

@@ -19,7 +19,8 @@ from zmqrl.errors import (
     WeightsError,
 )
 from zmqrl.rollout.download import WeightsDownload
-from zmqrl.rollout.policy import Policy, TensorPolicy, load_policy
+from zmqrl.rollout.loading import load_policy
+from zmqrl.rollout.policy import Policy, TensorPolicy
 from zmqrl.rollout.versions import PolicyVersions
 from zmqrl.spaces import Spaces
 from zmqrl.transport import sockets
