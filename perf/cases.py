@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -73,9 +74,10 @@ class Middle:
         Returns:
             `requests_per_s`; `p50_us`, `p99_us` and `p999_us` of the worst client process; `fairness`:
             the requests of the client that had the fewest, of the mean of all; the broker's memory in
-            bytes, `connected_rss` when each client has had one answer, and `rss` at the end; and CPU
+            bytes, `connected_rss` when each client has had one answer, and `rss` at the end; CPU
             microseconds for a request, of `broker` (its main thread), `io` (its other threads), `worker`
-            and `client`.
+            and `client`; and `wakes`, how often for a request the kernel woke another core (nan where it
+            does not tell; of the whole machine).
         """
         order = {"payload": payload, "seconds": seconds, "warm_s": warm_s, "every_s": every_s}
         count = len(self.crowds)
@@ -89,9 +91,9 @@ class Middle:
             self._tell(crowd, "go")
         for crowd in self.crowds:
             self._hear(crowd, "begin")
-        before = self._cpu()
+        before, wakes = self._cpu(), _wakes()
         told = [json.loads(self._hear(crowd)) for crowd in self.crowds]
-        after = self._cpu()
+        after, wakes = self._cpu(), _wakes() - wakes
         spent = {key: after[key] - before[key] for key in after}
         spent["client"] = sum(one["cpu_s"] for one in told)
         answered = max(1, sum(one["answered"] for one in told))
@@ -102,6 +104,7 @@ class Middle:
             "connected_rss": connected_rss,
             "rss": float(_rss(self.broker.pid)),
             **{key: 1e6 * cpu_s / answered for key, cpu_s in spent.items()},
+            "wakes": wakes / answered,
         }
 
     def _tell(self, crowd: subprocess.Popen[str], line: str) -> None:
@@ -280,6 +283,16 @@ def _threads(pid: int) -> dict[int, float]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         spent[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
     return spent
+
+
+def _wakes() -> float:
+    """Interrupts from one core to another since the machine started; nan if the kernel does not tell.
+
+    Most of them wake a core that sleeps. On x86 Linux calls them RES and CAL, by the way it does that.
+    """
+    lines = [line.split() for line in Path("/proc/interrupts").read_text().splitlines()]
+    told = [line[1:] for line in lines if line and line[0] in ("RES:", "CAL:")]
+    return sum(float(word) for words in told for word in words if word.isdigit()) if told else math.nan
 
 
 def _rss(pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from cases import CASES, REFERENCE, Stage, case_arguments, in_turn, medians, ratio
 
 ABOUT = "Microseconds of a round trip, of one client, beside those of libzmq's own proxy."
+
+CPU = ("broker_us", "io_us", "worker_us", "client_us")
 
 COLUMNS = (
     "case",
@@ -21,6 +24,8 @@ COLUMNS = (
     "p999_us",
     "to_c_proxy",
     "to_direct_echo",
+    *CPU,
+    "wakes",
     "ok",
 )
 
@@ -60,6 +65,8 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         "transport": transport,
                         "payload_bytes": payload,
                         **{key: figures[key] for key in ("p50_us", "p99_us", "p999_us")},
+                        **{key: figures[key.removesuffix("_us")] for key in CPU},
+                        "wakes": None if math.isnan(figures["wakes"]) else figures["wakes"],
                     }
                     for other in (REFERENCE, "direct_echo"):
                         if other in results:

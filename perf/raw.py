@@ -13,6 +13,7 @@ import sys
 import zmq
 from peers import dealer
 
+from zmqrl.allocator import keep_freed
 from zmqrl.transport.codec import encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op
 
@@ -30,6 +31,7 @@ _SNDMORE = int(zmq.SNDMORE)
 
 def worker(endpoint: str, *keys: str) -> None:
     """Serve until SIGTERM."""
+    keep_freed()  # as each part of a pool does
     socket = dealer(endpoint, "worker", keys)
     socket.setsockopt(zmq.RCVTIMEO, 500)
     socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "raw", "role": "worker"}))

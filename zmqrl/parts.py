@@ -12,6 +12,7 @@ import os
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from zmqrl.allocator import keep_freed
 from zmqrl.errors import ConfigError
 from zmqrl.process import StopSignal
 
@@ -32,6 +33,7 @@ def start_broker(options: argparse.Namespace) -> int:
     from zmqrl.transport import sockets
 
     loaded = config.load(options.config, options.overrides)
+    keep_freed()
     stop = StopSignal().install()
     broker, rollout = loaded.broker, loaded.rollout
     behaviour = Options(
@@ -76,6 +78,7 @@ def start_rollout_worker(options: argparse.Namespace) -> int:
     rollout = loaded.rollout
     workers = rollout.policies[serves].workers if serves else loaded.rollout_workers
     _check_rank(options.rank, workers, "rollout")
+    keep_freed()
     stop = StopSignal().install()
     name = options.name or _name(f"rollout-{serves}" if serves else "rollout", options.rank)
     policy = make_policy(loaded, name, stop, serves)
@@ -114,6 +117,7 @@ def start_reward_worker(options: argparse.Namespace) -> int:
     if reward.model is None:
         raise ConfigError("no reward model is named: give --model module:factory, or set reward.model")
     _check_rank(options.rank, loaded.cluster.component_placement.count("reward"), "reward")
+    keep_freed()
     stop = StopSignal().install()
     model = load_policy(
         reward.model, reward.model_kwargs, rollout.device, torch_threads=rollout.torch_threads
@@ -133,6 +137,7 @@ def start_learner(options: argparse.Namespace) -> int:
         raise ConfigError(
             "no algorithm is named: set algorithm.name to sac or ppo, or algorithm.factory"
         )
+    keep_freed()
     stop = StopSignal().install()
     learner = LearnerWorker(loaded, stop)
     threads = limit_torch_threads(loaded.actor.torch_threads)

@@ -10,9 +10,9 @@ from typing import Any
 
 import zmq
 
+from zmqrl.allocator import Freed
 from zmqrl.broker.core import Broker
 from zmqrl.broker.lane import BrokerLane
-from zmqrl.broker.memory import Memory
 from zmqrl.broker.pool import Options
 from zmqrl.transport import sharedmem, sockets
 from zmqrl.transport.codec import LARGE
@@ -103,7 +103,7 @@ class BrokerServer:
         """
         both = [(self._frontend, POLLIN), (self._backend, POLLIN)]
         core = self.core
-        memory = Memory()
+        freed = Freed()
         try:
             while True:
                 ready = _wait(both, core.timeout())
@@ -120,7 +120,7 @@ class BrokerServer:
                     if stopping():
                         break
                     self._turn_out()
-                    memory.look(core.held_bytes, time.monotonic())
+                    freed.look(core.held_bytes, time.monotonic())
                     if self._lane is not None:
                         self._lane.look(time.monotonic())
                 core.dispatch()

@@ -11,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from zmqrl.allocator import Freed
 from zmqrl.errors import DecodeError, StartupFailed, VersionMismatch
 from zmqrl.rollout.answers import Answers
 from zmqrl.rollout.policy import Policy
@@ -132,7 +133,7 @@ class RolloutWorker:
             StartupFailed: The broker refuses this worker.
         """
         try:
-            warned = time.monotonic()
+            warned, freed = time.monotonic(), Freed()
             while not stopping():
                 frames = self._receive()
                 if frames:
@@ -144,6 +145,7 @@ class RolloutWorker:
                 now = time.monotonic()
                 self._lane.look(now)
                 self._lane.slots.collect(now)
+                freed.look(0, now)
                 if now >= self._heard + _REBUILD_AFTER:
                     self._socket.close(0)
                     self._connect()
