@@ -95,6 +95,7 @@ def test_a_room_imports_none_of_the_rooms_below_it() -> None:
         "trajectory",
         "recording",
         "client",
+        "allocator",
         "process",
         "config",
         "imports",
@@ -103,7 +104,7 @@ def test_a_room_imports_none_of_the_rooms_below_it() -> None:
     ]
     above = {room: set(rooms[:i]) for i, room in enumerate(rooms)}
     thin = {"errors", "transport", "spaces", "trajectory"}
-    above["rollout"] = {*thin, "imports"}
+    above["rollout"] = {*thin, "imports", "allocator"}
     above["env"] = {*thin, "recording", "client", "config", "imports", "telemetry", "process"}
     above["learner"] = {*thin, "config", "imports", "telemetry", "process", "rollout"}
     above["rlinf"] = {"errors", "config"}
