@@ -290,7 +290,10 @@ def _wakes() -> float:
 
     Most of them wake a core that sleeps. On x86 Linux calls them RES and CAL, by the way it does that.
     """
-    lines = [line.split() for line in Path("/proc/interrupts").read_text().splitlines()]
+    try:
+        lines = [line.split() for line in Path("/proc/interrupts").read_text().splitlines()]
+    except OSError:
+        return math.nan
     told = [line[1:] for line in lines if line and line[0] in ("RES:", "CAL:")]
     return sum(float(word) for words in told for word in words if word.isdigit()) if told else math.nan
 

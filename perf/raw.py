@@ -31,7 +31,7 @@ _SNDMORE = int(zmq.SNDMORE)
 
 def worker(endpoint: str, *keys: str) -> None:
     """Serve until SIGTERM."""
-    keep_freed()  # as each part of a pool does
+    keep_freed()  # as a rollout worker does
     socket = dealer(endpoint, "worker", keys)
     socket.setsockopt(zmq.RCVTIMEO, 500)
     socket.send(Header(Op.HELLO).pack() + encode_meta({"name": "raw", "role": "worker"}))

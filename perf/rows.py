@@ -40,7 +40,9 @@ class Table:
         table = RichTable(box=box.SIMPLE_HEAD)
         for index, column in enumerate(self._columns):
             words = column.replace("_", " ")
-            table.add_column(words, justify="left" if index == 0 else "right", overflow="fold")
+            is_name = index == 0
+            justify = "left" if is_name else "right"
+            table.add_column(words, justify=justify, overflow="fold", no_wrap=is_name)
         for row in self._rows:
             style = None if row.get("ok", True) else "bold red"
             table.add_row(*(_text(row.get(key)) for key in self._columns), style=style)

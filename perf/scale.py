@@ -45,9 +45,6 @@ RATE = 2000
 """Requests per second of all clients together where they are paced: the more they are, the less often
 each asks. Then what differs between two rows is their number alone, not the load."""
 
-PACED_S = HEARTBEAT_S
-"""Seconds of a round of paced clients: in each, all of them have had their heartbeat."""
-
 MAX_CPU = 1.3
 """Of the broker for a request, in that with the fewest clients."""
 
@@ -61,6 +58,12 @@ MIN_FAIRNESS = 0.5
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     case_arguments(parser, [case for case in CASES if case in (REFERENCE, "zmqrl_raw")], 5, 0.8)
+    parser.add_argument(
+        "--paced-seconds",
+        type=float,
+        default=HEARTBEAT_S,
+        help="the same for paced clients (default: so long that each has had a heartbeat)",
+    )
     parser.add_argument("--clients", nargs="+", type=int, metavar="N", default=list(CLIENTS))
     parser.add_argument(
         "--workers",
@@ -90,7 +93,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         middle.measure,
                         count,
                         PAYLOAD,
-                        max(options.seconds, PACED_S) if load == "paced" else options.seconds,
+                        options.paced_seconds if load == "paced" else options.seconds,
                         every_s=count / RATE if load == "paced" else 0.0,
                     )
                     for (case, count), middle in middles.items()

@@ -82,7 +82,9 @@ def test_throughput_takes_the_broker_of_another_checkout(folder: Path) -> None:
 
 
 def test_scale_tells_what_many_clients_and_workers_cost_the_broker(folder: Path) -> None:
-    rows = bench(folder, "scale", "--seconds=0.2", "--clients", "4", "40", "--workers=2")
+    rows = bench(
+        folder, "scale", "--seconds=0.2", "--paced-seconds=0.2", "--clients", "4", "40", "--workers=2"
+    )
     theirs, ours = ([row for row in rows if row["case"] == case] for case in ("c_proxy", "zmqrl_raw"))
     for some in (theirs, ours):
         assert [(row["load"], row["clients"], row["workers"]) for row in some] == [

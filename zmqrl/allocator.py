@@ -2,7 +2,7 @@
 
 glibc gives it back to the system as soon as some hundred kilobytes lie free at the end of a heap. Where
 batches of images come and go that is at each batch, and the next one asks for its memory page by page:
-a third of what a request of 200 KB costs. So the parts of a pool keep what was freed, and give it back
+a third of what a request of 200 KB costs. So brokers and workers keep what was freed, and give it back
 when they have no use for it.
 """
 
@@ -11,57 +11,76 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from collections.abc import Callable
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of malloc.h
 _KEPT = 128 << 20
+"""Bytes that may lie free at the end of the main heap; those of other threads end before."""
 _LARGEST = 32 << 20
 """Bytes from which on a block has a mapping of its own, which goes when it is freed: glibc's most."""
 
+_TUNED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+_TUNABLES = ("malloc.trim_threshold", "malloc.mmap_threshold", "malloc.top_pad")
+
 _MUCH = 24 << 20
-_EVERY = 5.0
+"""Bytes that are worth giving back."""
+_EVERY, _AFTER_LITTLE = 5.0, 60.0
+"""Seconds between two times; and after one that gave little back, since it takes milliseconds."""
 
 
-def keep_freed() -> None:
-    """Keep what was freed, up to 128 MiB in each heap; unless the environment tunes malloc itself.
+def keep_freed() -> KeptMemory | None:
+    """Have this process keep what it frees. For processes of zmqrl's own: others may want it otherwise.
 
-    For processes of zmqrl's own: what else is in a process may want it otherwise.
+    Returns:
+        What gives it back; None if the environment says what malloc has to keep, or the C library is
+        none that can be told.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    tuned = any(name.startswith("MALLOC_") for name in os.environ)
-    if mallopt is None or tuned or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    mallopt(_TRIM_THRESHOLD, _KEPT)
-    mallopt(_MMAP_THRESHOLD, _LARGEST)
+    library = ctypes.CDLL(None)
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if any(name in os.environ for name in _TUNED) or any(name in tunables for name in _TUNABLES):
+        return None
+    if not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
+        return None
+    library.mallopt(_TRIM_THRESHOLD, _KEPT)
+    library.mallopt(_MMAP_THRESHOLD, _LARGEST)
+    return KeptMemory(library.malloc_trim)
 
 
-class Freed:
-    """Gives back what is kept, while little of it is in use.
+class KeptMemory:
+    """What a process keeps of what it has freed.
 
-    That takes milliseconds, and what comes next must ask for it again.
+    Args:
+        trim: `malloc_trim`.
     """
 
-    def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-        self._looked = 0.0
-        self._in_use = _resident()  # by what is not freed for the next request
+    def __init__(self, trim: Callable[[int], int]) -> None:
+        self._trim = trim
+        self._due = 0.0
+        self._in_use = 0
 
-    def look(self, held: int, now: float) -> None:
-        """Give it back if it is time, and worth its while.
+    def begin(self) -> None:
+        """What is in use now, by code and weights, will not be given back."""
+        self._trim(0)
+        self._in_use = _resident()
+
+    def give_back(self, held: int, now: float) -> None:
+        """Give it back if there is much of it, and little of it is in use.
+
+        What comes next must ask for it again.
 
         Args:
-            held: Bytes of the requests that are open.
+            held: Bytes of requests that are open.
             now: Seconds.
         """
-        if self._trim is None or now < self._looked + _EVERY:
+        if now < self._due:
             return
-        self._looked = now
-        other = _resident() - self._in_use - held
+        self._due = now + _EVERY
+        before = _resident()
+        other = before - self._in_use - held
         if other > _MUCH and held < other / 8:
             self._trim(0)
-            other = _resident() - self._in_use - held
-            self._in_use += max(other, 0)  # it was no freed memory
-        elif other < 0:
-            self._in_use += other
+            if before - _resident() < other / 2:
+                self._due = now + _AFTER_LITTLE
 
 
 def _resident() -> int:

@@ -33,7 +33,7 @@ def start_broker(options: argparse.Namespace) -> int:
     from zmqrl.transport import sockets
 
     loaded = config.load(options.config, options.overrides)
-    keep_freed()
+    memory = keep_freed()
     stop = StopSignal().install()
     broker, rollout = loaded.broker, loaded.rollout
     behaviour = Options(
@@ -60,6 +60,7 @@ def start_broker(options: argparse.Namespace) -> int:
         loaded.security.keys_of("server"),
         loaded.security.insecure,
         broker.shared_memory,
+        memory,
     )
     mode = "decoupled" if behaviour.decoupled else "normal"
     log.info("serving in %s mode: frontend %s, backend %s", mode, server.frontend, server.backend)
@@ -78,7 +79,7 @@ def start_rollout_worker(options: argparse.Namespace) -> int:
     rollout = loaded.rollout
     workers = rollout.policies[serves].workers if serves else loaded.rollout_workers
     _check_rank(options.rank, workers, "rollout")
-    keep_freed()
+    memory = keep_freed()
     stop = StopSignal().install()
     name = options.name or _name(f"rollout-{serves}" if serves else "rollout", options.rank)
     policy = make_policy(loaded, name, stop, serves)
@@ -96,6 +97,7 @@ def start_rollout_worker(options: argparse.Namespace) -> int:
             f"{what} is loaded{where}",
             loaded,
             stop,
+            memory=memory,
             name=name,
             serves=serves,
             rank=options.rank,
@@ -117,13 +119,14 @@ def start_reward_worker(options: argparse.Namespace) -> int:
     if reward.model is None:
         raise ConfigError("no reward model is named: give --model module:factory, or set reward.model")
     _check_rank(options.rank, loaded.cluster.component_placement.count("reward"), "reward")
-    keep_freed()
+    memory = keep_freed()
     stop = StopSignal().install()
     model = load_policy(
         reward.model, reward.model_kwargs, rollout.device, torch_threads=rollout.torch_threads
     )
     said = f"the reward model {reward.model} is loaded{limit_torch_threads(rollout.torch_threads)}"
-    return _serve(model, said, loaded, stop, name=_name("reward", options.rank), serves=REWARD)
+    name = _name("reward", options.rank)
+    return _serve(model, said, loaded, stop, memory=memory, name=name, serves=REWARD)
 
 
 def start_learner(options: argparse.Namespace) -> int:
@@ -137,7 +140,6 @@ def start_learner(options: argparse.Namespace) -> int:
         raise ConfigError(
             "no algorithm is named: set algorithm.name to sac or ppo, or algorithm.factory"
         )
-    keep_freed()
     stop = StopSignal().install()
     learner = LearnerWorker(loaded, stop)
     threads = limit_torch_threads(loaded.actor.torch_threads)

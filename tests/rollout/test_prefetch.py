@@ -3,26 +3,36 @@ import pytest
 from zmqrl.rollout.prefetch import Prefetch
 
 WAY = 0.0002
-"""Seconds from a result to the next batch, if something waits."""
+"""Seconds from a result to the next batch, if one waits."""
 
 
 class Worker:
-    """A rollout worker whose broker always has a batch for it, unless told otherwise."""
+    """A rollout worker and its broker."""
 
     def __init__(self, fixed=None):
         self.now = 50.0
         self.asked = []
         self._prefetch = Prefetch(fixed, lambda: self.now)
         self._given_ahead = False
+        self._queued_s = 0.0
 
-    def run(self, batches, batch_s, gap_s=WAY, is_waiting=True):
-        """Take so many batches; returns for each whether the next one was asked for in it."""
+    def run(self, batches, batch_s, way_s=WAY, idle_s=0.0, is_full=True):
+        """Take so many batches; returns for each whether the next one was asked for in it.
+
+        Args:
+            batches: How many.
+            batch_s: Seconds that each takes.
+            way_s: Seconds from a result to the next batch.
+            idle_s: Seconds after the result until somebody asks; 0: the next batch waits already.
+            is_full: Whether what waits is enough for a batch that is given ahead.
+        """
         for _ in range(batches):
-            self.asked.append(self._prefetch.begin(self._given_ahead))
+            self.asked.append(self._prefetch.begin(self._given_ahead, self._queued_s))
             self.now += batch_s
             self._prefetch.end()
-            self._given_ahead = self.asked[-1] and is_waiting
-            self.now += 0.0 if self._given_ahead else gap_s
+            self._given_ahead = self.asked[-1] and is_full and not idle_s
+            self._queued_s = 0.00001 if idle_s else batch_s + way_s / 2
+            self.now += 0.0 if self._given_ahead else way_s + idle_s
         return self.asked[-batches:]
 
 
@@ -31,37 +41,35 @@ def test_batches_as_short_as_the_way_to_the_broker_are_asked_for_early():
 
 
 def test_long_batches_are_not():
-    assert not any(Worker().run(100, batch_s=0.06)[1:])
+    assert not any(Worker().run(100, batch_s=0.06))
 
 
-def test_an_idle_pool_does_not_look_like_a_long_way():
+@pytest.mark.parametrize("before", [0, 1, 20], ids=["at first", "after one", "after many"])
+def test_an_idle_pool_does_not_look_like_a_long_way(before):
     worker = Worker()
-    worker.run(2, batch_s=0.06)
-    assert not any(worker.run(10, batch_s=0.06, gap_s=5.0))
-
-
-def test_a_pool_that_was_idle_at_first_does_not_ask_early_for_long_batches_for_ever():
-    worker = Worker()
-    worker.run(1, batch_s=0.06, gap_s=0.1)  # the first step of all simulators
-    assert not any(worker.run(100, batch_s=0.06)[40:])
+    worker.run(before, batch_s=0.06)
+    worker.run(100, batch_s=0.06, idle_s=5.0)
+    assert not any(worker.run(100, batch_s=0.06)), (
+        "it asked ahead for long batches in the burst that followed"
+    )
 
 
 def test_it_stops_when_batches_become_long():
     worker = Worker()
-    assert worker.run(6, batch_s=0.0005)[1:] == [True] * 5
+    assert worker.run(8, batch_s=0.0005)[2:] == [True] * 6
     assert not any(worker.run(5, batch_s=0.06)[2:])
 
 
 def test_it_begins_when_the_way_becomes_long():
     worker = Worker()
-    assert not any(worker.run(50, batch_s=0.01)[1:])
-    worker.run(16, batch_s=0.01, gap_s=0.01)
-    assert worker.run(100, batch_s=0.01, gap_s=0.01).count(True) > 90
+    assert not any(worker.run(50, batch_s=0.01))
+    worker.run(16, batch_s=0.01, way_s=0.01)
+    assert worker.run(100, batch_s=0.01, way_s=0.01).count(True) > 90
 
 
-def test_where_nothing_waits_it_asks_but_now_and_then_until_it_helps_again():
+def test_where_no_full_batch_waits_it_asks_but_now_and_then_until_it_helps_again():
     worker = Worker()
-    assert 5 < worker.run(300, batch_s=0.0001, is_waiting=False)[100:].count(True) < 20
+    assert 5 < worker.run(300, batch_s=0.0001, is_full=False)[100:].count(True) < 20
     assert worker.run(300, batch_s=0.0001)[40:].count(True) > 240
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from zmqrl.allocator import Freed
+from zmqrl.allocator import KeptMemory
 from zmqrl.broker.core import Broker
 from zmqrl.broker.lane import BrokerLane
 from zmqrl.broker.pool import Options
@@ -44,10 +44,11 @@ class BrokerServer:
         options: How the broker behaves.
         max_message_mb: Mebibytes; libzmq cuts a peer that sends more.
         heartbeat_s: Seconds of silence of a peer's I/O thread after which it counts as gone; a client
-            of the shared queue, for which nobody waits, up to twice as many.
+            of the shared queue, for which nobody waits, after up to twice as many.
         keys: The server's; None lets in whoever reaches the sockets.
         insecure: Without keys: whether other machines may reach them.
         shared_memory: Whether peers on this host may share memory.
+        memory: What this process keeps of freed memory, to be given back when there is little to do.
 
     Raises:
         EndpointError: An endpoint is malformed, in use, cannot be bound, or is open to strangers.
@@ -63,7 +64,9 @@ class BrokerServer:
         keys: Keys | None = None,
         insecure: bool = False,
         shared_memory: bool = True,
+        memory: KeptMemory | None = None,
     ) -> None:
+        self._memory = memory
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._locks = [sockets.lock_endpoint(endpoint) for endpoint in (frontend, backend)]
         self._front_door = Door(keys, [CLIENTS], insecure)
@@ -103,7 +106,8 @@ class BrokerServer:
         """
         both = [(self._frontend, POLLIN), (self._backend, POLLIN)]
         core = self.core
-        freed = Freed()
+        if self._memory is not None:
+            self._memory.begin()
         try:
             while True:
                 ready = _wait(both, core.timeout())
@@ -120,7 +124,8 @@ class BrokerServer:
                     if stopping():
                         break
                     self._turn_out()
-                    freed.look(core.held_bytes, time.monotonic())
+                    if self._memory is not None:
+                        self._memory.give_back(core.held_bytes, time.monotonic())
                     if self._lane is not None:
                         self._lane.look(time.monotonic())
                 core.dispatch()

@@ -96,7 +96,10 @@ class BrokerConfig(Section):
         description="mebibytes of one array, or of one batch's rest",
     )
     heartbeat_timeout_s: float = Field(
-        sockets.HEARTBEAT_S, ge=0.5, le=600, description="silence after which a peer counts as gone"
+        sockets.HEARTBEAT_S,
+        ge=0.5,
+        le=600,
+        description="silence after which a peer counts as gone; a decoupled client: up to twice it",
     )
 
     shared_memory: bool = Field(

@@ -11,11 +11,10 @@ _ROUND_TRIPS = 30.0
 there cannot be taken by another worker."""
 
 _LOOK_EVERY = 32
-"""Batches of which one does not ask ahead: how long the way is, only those tell that were not."""
+"""Batches of which one does not ask ahead: how long the way is, only the one after it tells."""
 
 _LOOKS = 16
-"""Looks at the way that count, the latest; the shortest is the way, the others are longer by the time in
-which nobody had anything to ask."""
+"""Looks at the way that count, the latest; the shortest of them is the way."""
 
 _IN_VAIN = 8
 """Batches in a row that were asked for ahead and not given, after which it asks but now and then: where
@@ -45,18 +44,25 @@ class Prefetch:
         self._count = 0  # of batches
         self._in_vain = 0  # of them, the latest that were asked for ahead and not given
         self._gaps: deque[float] = deque(maxlen=_LOOKS)
-        """Seconds from a result to the next batch, of those that were not given ahead."""
+        """Seconds from a result to the next batch, where that waited at the broker for the result."""
         self._batch: float | None = None
         """Seconds that a batch takes, in the mean."""
 
-    def begin(self, given_ahead: bool) -> bool:
-        """A batch has come, for the question in the one before or not: whether to ask for the next."""
+    def begin(self, given_ahead: bool, queued_s: float) -> bool:
+        """A batch has come: whether to ask for the next one now.
+
+        Args:
+            given_ahead: Whether it was given for the question in the batch before.
+            queued_s: Seconds that it had waited at the broker.
+        """
         self._began = self._clock()
         self._count += 1
         if given_ahead:
             self._in_vain = 0
         elif self._ended is not None:
-            self._gaps.append(self._began - self._ended)
+            gap = self._began - self._ended
+            if queued_s > gap / 2:  # else the worker waited for it, not it for the worker
+                self._gaps.append(gap)
             self._in_vain += self._asked
         self._asked = self._is_worth_it() if self._fixed is None else self._fixed
         return self._asked
@@ -72,4 +78,4 @@ class Prefetch:
             return False
         if self._in_vain >= _IN_VAIN and self._count % _TRY_EVERY != 1:
             return False
-        return self._batch < _ROUND_TRIPS * min(self._gaps, default=float("inf"))
+        return self._batch < _ROUND_TRIPS * min(self._gaps, default=0.0)

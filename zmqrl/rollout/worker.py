@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from zmqrl.allocator import Freed
+from zmqrl.allocator import KeptMemory
 from zmqrl.errors import DecodeError, StartupFailed, VersionMismatch
 from zmqrl.rollout.answers import Answers
 from zmqrl.rollout.policy import Policy
@@ -47,6 +47,9 @@ _REBUILD_AFTER = 12.0
 """Seconds without a word, although the broker probes every worker now and then, after which an idle
 worker makes its socket anew."""
 
+_AT_REST_AFTER = 3.0
+"""Seconds without a batch after which a worker may need its memory no more."""
+
 _COPIED_WITHIN = 2.0
 """Seconds that a worker which leaves gives its clients to copy replies out of its memory."""
 
@@ -72,6 +75,7 @@ class RolloutWorker:
         static_sizes: The only numbers of rows that the policy is called with; see `Inference`.
         state_mb: Mebibytes of states that the worker keeps for a policy with memory; None to have the
             clients carry them.
+        memory: What this process keeps of freed memory, to be given back when there is nothing to do.
     """
 
     def __init__(
@@ -89,8 +93,11 @@ class RolloutWorker:
         keys: Keys | None = None,
         static_sizes: Sequence[int] = (),
         state_mb: int | None = None,
+        memory: KeptMemory | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self._memory = memory
+        self._answered = 0.0  # when a batch was, the last time
         self._versions = policy if isinstance(policy, PolicyVersions) else PolicyVersions(policy)
         self._lane = Lane()
         self._answers = Answers(
@@ -133,7 +140,9 @@ class RolloutWorker:
             StartupFailed: The broker refuses this worker.
         """
         try:
-            warned, freed = time.monotonic(), Freed()
+            warned = time.monotonic()
+            if self._memory is not None:
+                self._memory.begin()
             while not stopping():
                 frames = self._receive()
                 if frames:
@@ -145,7 +154,8 @@ class RolloutWorker:
                 now = time.monotonic()
                 self._lane.look(now)
                 self._lane.slots.collect(now)
-                freed.look(0, now)
+                if self._memory is not None and now >= self._answered + _AT_REST_AFTER:
+                    self._memory.give_back(0, now)
                 if now >= self._heard + _REBUILD_AFTER:
                     self._socket.close(0)
                     self._connect()
@@ -212,10 +222,12 @@ class RolloutWorker:
         """Answer a batch, which was perhaps given `ahead`."""
         table = unpack_table(frames[0])
         self._number = table.number
-        if self._prefetch.begin(ahead):
+        queued_s = table.entries[0].queue_us / 1e6 if table.entries else 0.0
+        if self._prefetch.begin(ahead, queued_s):
             self._send([Header(Op.AHEAD, request_id=table.number).pack()])
         self._versions.refresh()
         self._send(self._answers.result(table, frames))
+        self._answered = self._spoke
         self._prefetch.end()
         self._lane.look(self._spoke)
         self._lane.slots.collect(self._spoke)
