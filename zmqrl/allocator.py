@@ -24,8 +24,8 @@ _TUNABLES = ("malloc.trim_threshold", "malloc.mmap_threshold", "malloc.top_pad")
 
 _MUCH = 24 << 20
 """Bytes that are worth giving back."""
-_EVERY, _AFTER_LITTLE = 5.0, 60.0
-"""Seconds between two times; and after one that gave little back, since it takes milliseconds."""
+_EVERY = 5.0
+"""Seconds between two times, since each takes milliseconds."""
 
 
 def keep_freed() -> KeptMemory | None:
@@ -75,12 +75,9 @@ class KeptMemory:
         if now < self._due:
             return
         self._due = now + _EVERY
-        before = _resident()
-        other = before - self._in_use - held
+        other = _resident() - self._in_use - held
         if other > _MUCH and held < other / 8:
             self._trim(0)
-            if before - _resident() < other / 2:
-                self._due = now + _AFTER_LITTLE
 
 
 def _resident() -> int:
