@@ -13,10 +13,10 @@ pytestmark = pytest.mark.timeout(200)
 
 UNEVEN = [
     *COUNTING,
-    "env.delay_sampler={type: constant, delay: 0.02, per_worker: {1: 10.0}}",
+    "env.delay_sampler={type: constant, delay: 0.012, per_worker: {1: 10.0}}",
     "algorithm.kwargs.seconds=0.05",
 ]
-"""Env worker 0 makes a trajectory of 16 env steps in 0.2 seconds, env worker 1 in 1.6; both
+"""Env worker 0 makes a trajectory of 16 env steps in 0.1 seconds, env worker 1 in 1; both
 in more on a busy machine."""
 
 
