@@ -14,8 +14,9 @@ import resource
 from collections.abc import Callable
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of malloc.h
-_KEPT = 128 << 20
-"""Bytes that may lie free at the end of the main heap; those of other threads end before."""
+_KEPT = 16 << 20
+"""Bytes that may lie free at the end of a heap. `malloc_trim` gives back what is free within the heaps, but
+not at the end of those of other threads than the first."""
 _LARGEST = 32 << 20
 """Bytes from which on a block has a mapping of its own, which goes when it is freed: glibc's most."""
 
