@@ -31,6 +31,6 @@ def test_with_a_long_tail_the_shared_queue_is_half_as_fast_again_as_fixed_ranks(
 @pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_two_pipeline_stages_step_while_the_policy_runs(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "--only=stages", "--rounds=3", "--seconds=5")
+    rows = bench(tmp_path, "--only=stages", "--rounds=2", "--seconds=5")
     gains = {row["policy"]: row["to_1_stage"] for row in rows if row["case"] == "2 stages"}
     assert gains["10 ms"] > 1.3
