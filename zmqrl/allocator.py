@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of malloc.h
 _KEPT = 16 << 20
-"""Bytes that may lie free at the end of a heap. `malloc_trim` gives back what is free within heaps, but not
-at the end of those of other threads than the first."""
+"""Bytes that may lie free at the end of a heap. `malloc_trim` gives back what is free within heaps,
+but not at the end of those of other threads than the first."""
 _LARGEST = 32 << 20
 """Bytes from which on a block has a mapping of its own, which goes when it is freed: glibc's most."""
 
