@@ -101,7 +101,11 @@ def test_the_demo_learns_to_reach_and_its_checkpoint_reaches_too(folder: Path) -
 
 
 def test_the_checkpoint_of_another_architecture_is_refused_by_name(folder: Path) -> None:
-    small = ["algorithm={name: sac, updates_per_env_step: 0.1}", "env.id=Pendulum-v1"]
+    small = [
+        "algorithm={name: sac, updates_per_env_step: 0.1}",
+        "env.id=Pendulum-v1",
+        "cluster.component_placement={env: 0, rollout: 0}",
+    ]
     run = Training(folder, *small, "actor.model.hidden_sizes=[16]", "runner.max_env_steps=300")
     assert run.wait() == 0, run.text()
     for key in ("ckpt_path", "resume_dir"):

@@ -123,6 +123,7 @@ def test_a_client_that_was_frozen_until_it_was_forgotten_registers_again(pool: P
         assert client.poll() is None
 
 
+@pytest.mark.alone
 def test_the_barrier_of_normal_mode_waits_no_longer_for_a_frozen_client_than_for_a_frozen_worker(
     pool: Pool,
 ) -> None:
