@@ -13,7 +13,7 @@ if {keeps}:
     keep_freed()
 
 def take():
-    batch = [bytearray(600_000) for _ in range(16)]
+    batch = [bytearray(600_000) for _ in range({images})]
 
 for _ in range(50):
     take()
@@ -23,8 +23,8 @@ for _ in range(50):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
-_PAGES = 50 * 16 * 600_000 // 4096
-"""Of all those batches."""
+_PAGES = 50 * 600_000 // 4096
+"""For each image of all those batches."""
 
 _GIVEN_BACK = """
 import psutil
@@ -61,6 +61,21 @@ print(*(round(size - before) for size in told))
 """
 
 
+_IN_USE = """
+from zmqrl.allocator import keep_freed
+
+memory = keep_freed()
+memory.begin()
+trim, now, looks = memory._trim, 0.0, []
+memory._trim = lambda pad: (looks.append(now), trim(pad))
+connections = [bytearray(1 << 20) for _ in range(100)]
+while now < 180.0:
+    now += 5.0
+    memory.give_back(0, now)
+print(*map(round, looks))
+"""
+
+
 def _run(script, **environment):
     plain = {name: value for name, value in os.environ.items() if "MALLOC" not in name.upper()}
     command = [sys.executable, "-c", script]
@@ -69,21 +84,33 @@ def _run(script, **environment):
     return [int(word) for word in done.stdout.split()]
 
 
+def _faults(images=16, keeps=True, **environment):
+    """Page faults of batches of so many images, of the pages that they have."""
+    return _run(_BATCHES.format(images=images, keeps=keeps), **environment)[0] / (images * _PAGES)
+
+
 def test_a_batch_of_images_does_not_ask_for_its_memory_page_by_page_each_time():
-    faults, without = (_run(_BATCHES.format(keeps=keeps))[0] for keeps in (True, False))
-    assert faults < 0.01 * _PAGES
-    assert without > 0.5 * _PAGES, "glibc keeps it by itself: keep_freed() can go"
+    assert _faults() < 0.01
+    assert _faults(keeps=False) > 0.5, "glibc keeps it by itself: keep_freed() can go"
+
+
+def test_of_a_large_batch_some_memory_is_kept_and_the_rest_is_not():
+    assert 0.5 < _faults(images=80) < 0.8  # 48 MB, of which 16 stay
 
 
 @pytest.mark.parametrize(
     "tuned", [{"MALLOC_TOP_PAD_": "0"}, {"GLIBC_TUNABLES": "glibc.malloc.top_pad=0"}], ids=str
 )
 def test_who_tunes_malloc_is_left_alone(tuned):
-    assert _run(_BATCHES.format(keeps=True), **tuned)[0] > 0.5 * _PAGES
+    assert _faults(**tuned) > 0.5
 
 
 def test_other_settings_of_malloc_change_nothing():
-    assert _run(_BATCHES.format(keeps=True), MALLOC_ARENA_MAX="2")[0] < 0.01 * _PAGES
+    assert _faults(MALLOC_ARENA_MAX="2") < 0.01
+
+
+def test_memory_that_is_in_use_is_looked_for_less_and_less_often():
+    assert _run(_IN_USE) == [5, 15, 35, 75, 135]
 
 
 def test_what_was_freed_goes_back_once_little_is_in_use():

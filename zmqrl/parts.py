@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zmqrl.allocator import keep_freed
 from zmqrl.errors import ConfigError
-from zmqrl.process import StopSignal
+from zmqrl.process import StopSignal, allow_connections
 
 if TYPE_CHECKING:
     from zmqrl.config import Config, Mode
@@ -34,6 +34,7 @@ def start_broker(options: argparse.Namespace) -> int:
 
     loaded = config.load(options.config, options.overrides)
     memory = keep_freed()
+    allow_connections()
     stop = StopSignal().install()
     broker, rollout = loaded.broker, loaded.rollout
     behaviour = Options(
@@ -140,6 +141,7 @@ def start_learner(options: argparse.Namespace) -> int:
         raise ConfigError(
             "no algorithm is named: set algorithm.name to sac or ppo, or algorithm.factory"
         )
+    allow_connections()
     stop = StopSignal().install()
     learner = LearnerWorker(loaded, stop)
     threads = limit_torch_threads(loaded.actor.torch_threads)

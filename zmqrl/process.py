@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from types import FrameType
 
 DEATH_PIPE = "ZMQRL_DEATH_PIPE"
@@ -116,3 +118,10 @@ def _is_closed(pipe: int) -> bool:
 def log_to_stderr() -> None:
     """Send log lines to standard error, as they are: the launcher adds who said it."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+
+
+def allow_connections() -> None:
+    """Let this process have as many connections as the system lets it: each takes a file descriptor."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # no number is unlimited here
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -129,7 +129,7 @@ def network_cut(trial: Trial) -> None:
         return len(now) == clients and all(new > old for new, old in zip(now, counts, strict=True))
 
     wait_for(lambda: all_have_more_than([10] * clients), f"the first answers: {pool.lines[-20:]}", 40.0)
-    for seconds in trial.size([2, 8, 4], quick=[4]):
+    for seconds in trial.size([4, 12, 8], quick=[4]):
         network.cut()
         time.sleep(seconds)  # what has happened must be nothing
         before = answered()

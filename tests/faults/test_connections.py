@@ -178,6 +178,40 @@ def test_two_hundred_peers_that_come_and_go_are_forgotten_and_disturb_nobody(poo
     load.finish()
 
 
+def start_broker_with_few_files(pool: Pool, files: int, most: int, *overrides: str) -> None:
+    """Start the broker with such limits of open files, soft and hard."""
+    limits = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {most}))"
+    code = f"import resource, runpy; {limits}; runpy.run_module('zmqrl', run_name='__main__')"
+    decoupled = "runner.enable_decoupled_mode=true"
+    pool.launcher.start("broker", ["start-broker", *pool.overrides, decoupled, *overrides], ["-c", code])
+
+
+def test_a_broker_takes_more_connections_than_the_soft_limit_of_open_files(pool: Pool) -> None:
+    start_broker_with_few_files(pool, 64, 512)
+    clients = [pool.client() for _ in range(100)]
+    pool.start_worker(0)
+    assert all(client.infer({"x": np.ones((1, 3))})["rows"] == 1 for client in clients)
+
+
+def test_a_broker_that_can_open_no_more_files_serves_those_that_it_has(
+    pool: Pool, free_ports: list[int]
+) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_ports[0]}"
+    start_broker_with_few_files(pool, 64, 64, f"broker.frontend={endpoint}")
+    pool.start_worker(0)
+    with PolicyClient(endpoint, timeout=20.0) as client:
+        assert client.infer({"x": np.ones((1, 3))})["rows"] == 1
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        strangers = [sockets.dealer(context, endpoint) for _ in range(100)]
+        until = time.monotonic() + 7.0  # the broker has looked at its memory
+        while time.monotonic() < until:
+            assert client.infer({"x": np.ones((1, 3))})["rows"] == 1
+        context.destroy(0)
+    assert len(strangers) == 100
+    with PolicyClient(endpoint, timeout=20.0) as late:
+        assert late.infer({"x": np.ones((1, 3))})["rows"] == 1
+
+
 def test_fifty_brokers_that_start_at_once_get_ports_of_their_own_and_serve() -> None:
     servers: list[BrokerServer] = []
     errors: list[Exception] = []

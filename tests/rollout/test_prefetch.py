@@ -16,7 +16,7 @@ class Worker:
         self._given_ahead = False
         self._queued_s = 0.0
 
-    def run(self, batches, batch_s, way_s=WAY, idle_s=0.0, is_full=True):
+    def run(self, batches, batch_s, way_s=WAY, idle_s=0.0, is_full=True, held_s=0.0):
         """Take so many batches; returns for each whether the next one was asked for in it.
 
         Args:
@@ -25,14 +25,15 @@ class Worker:
             way_s: Seconds from a result to the next batch.
             idle_s: Seconds after the result until somebody asks; 0: the next batch waits already.
             is_full: Whether what waits is enough for a batch that is given ahead.
+            held_s: How long the batch is held open, since somebody has asked while the worker was idle.
         """
         for _ in range(batches):
             self.asked.append(self._prefetch.begin(self._given_ahead, self._queued_s))
             self.now += batch_s
             self._prefetch.end()
             self._given_ahead = self.asked[-1] and is_full and not idle_s
-            self._queued_s = 0.00001 if idle_s else batch_s + way_s / 2
-            self.now += 0.0 if self._given_ahead else way_s + idle_s
+            self._queued_s = held_s + 0.00001 if idle_s else batch_s + way_s / 2
+            self.now += 0.0 if self._given_ahead else way_s + idle_s + held_s
         return self.asked[-batches:]
 
 
@@ -54,6 +55,10 @@ def test_an_idle_pool_does_not_look_like_a_long_way(before):
     )
 
 
+def test_a_batch_that_is_held_open_does_not_look_like_a_long_way():
+    assert not any(Worker().run(100, batch_s=0.5, idle_s=0.001, is_full=False, held_s=0.05))
+
+
 def test_it_stops_when_batches_become_long():
     worker = Worker()
     assert worker.run(8, batch_s=0.0005)[2:] == [True] * 6
@@ -69,8 +74,8 @@ def test_it_begins_when_the_way_becomes_long():
 
 def test_where_no_full_batch_waits_it_asks_but_now_and_then_until_it_helps_again():
     worker = Worker()
-    assert 5 < worker.run(300, batch_s=0.0001, is_full=False)[100:].count(True) < 20
-    assert worker.run(300, batch_s=0.0001)[40:].count(True) > 240
+    assert 5 < worker.run(300, batch_s=0.0005, is_full=False)[100:].count(True) < 20
+    assert worker.run(300, batch_s=0.0005)[40:].count(True) > 240
 
 
 @pytest.mark.parametrize("fixed", [True, False])

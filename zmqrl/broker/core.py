@@ -6,7 +6,7 @@ The rules, in the order in which they matter:
     an ERROR, or the loss or the word of its client.
 2.  Late binding: a worker is given a batch only when it says that it is idle, and then the oldest
     requests for the policy that it serves. READY says so, and RESULT says so with the results. A
-    worker whose batches take no longer than the way to the broker may ask for one batch more when it
+    worker whose batches are as short as a few trips to the broker may ask for one batch more when it
     begins one (AHEAD); it gets it if nobody is idle and a full batch waits. The policies share nothing
     but the bounds of rule 8: none waits for another.
 3.  A reply counts only from the worker that holds the request's current batch. It goes to the client

@@ -61,7 +61,7 @@ class Prefetch:
             self._in_vain = 0
         elif self._ended is not None:
             gap = self._began - self._ended
-            if queued_s > gap / 2:  # else the worker waited for it, not it for the worker
+            if queued_s > gap:  # it was there before the result: nobody waited for it, or held it open
                 self._gaps.append(gap)
             self._in_vain += self._asked
         self._asked = self._is_worth_it() if self._fixed is None else self._fixed
