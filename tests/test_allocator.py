@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from conftest import Pool
 
 _BATCHES = """
 import resource
@@ -119,3 +122,22 @@ def test_what_was_freed_goes_back_once_little_is_in_use():
     assert min(freed, soon, in_use) >= full - 2
     assert given_back <= 5
     assert little >= 15
+
+
+def test_the_broker_and_the_worker_of_a_pool_do_not_ask_for_the_memory_of_images_each_time(pool: Pool):
+    pool.start_broker("broker.shared_memory=false")
+    pool.start_worker(0)
+    pool.wait_for_workers(1)
+    clients = [pool.client() for _ in range(16)]
+    image = {"x": np.ones((1, 75_000))}
+
+    def ask(rounds):
+        for _ in range(rounds):
+            for pending in [client.submit(image) for client in clients]:
+                pending.result()
+        stats = [Path(f"/proc/{pool.pid(name)}/stat").read_text() for name in ("broker", "rollout-0")]
+        return np.array([int(stat.rpartition(")")[2].split()[7]) for stat in stats])
+
+    before = ask(20)
+    faults = (ask(20) - before) / (20 * len(clients))
+    assert all(faults < 0.1 * image["x"].nbytes / 4096), f"{faults} page faults for a request"

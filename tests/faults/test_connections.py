@@ -123,6 +123,20 @@ def test_a_client_that_was_frozen_until_it_was_forgotten_registers_again(pool: P
         assert client.poll() is None
 
 
+def test_clients_of_the_shared_queue_have_one_heartbeat_in_a_time_limit(tmp_path: Path) -> None:
+    every_ms = {}
+    for decoupled in (True, False):
+        endpoints = [f"ipc://{tmp_path}/{name}-{decoupled}" for name in ("frontend", "backend")]
+        server = BrokerServer(*endpoints, Options(decoupled=decoupled), heartbeat_s=10.0)
+        legs = (server._frontend, server._backend)
+        every_ms[decoupled] = [leg.getsockopt(zmq.HEARTBEAT_IVL) for leg in legs]
+        server.close()
+    assert every_ms == {True: [10_000, 2000], False: [2000, 2000]}
+    with PolicyClient(f"ipc://{tmp_path}/nobody") as client:
+        leg = client._connection._link._socket
+        assert leg.getsockopt(zmq.HEARTBEAT_IVL) == sockets.HEARTBEAT_S * 1000
+
+
 @pytest.mark.alone
 def test_the_barrier_of_normal_mode_waits_no_longer_for_a_frozen_client_than_for_a_frozen_worker(
     pool: Pool,
