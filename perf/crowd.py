@@ -20,7 +20,6 @@ import heapq
 import json
 import math
 import random
-import resource
 import select
 import signal
 import sys
@@ -32,6 +31,7 @@ import zmq
 from peers import MAX_SOCKETS, dealer
 
 from zmqrl import PolicyClient
+from zmqrl.process import allow_connections
 from zmqrl.transport.codec import INLINE, encode_meta
 from zmqrl.transport.header import Header, Op
 
@@ -292,8 +292,7 @@ def quantile(ordered: list[float], part: float) -> float:
 def main(form: str, endpoint: str, *keys: str) -> None:
     """Follow orders until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends it
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_connections()
     zmq.Context.instance().set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     while line := sys.stdin.readline():
         order = json.loads(line)
