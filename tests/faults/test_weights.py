@@ -227,22 +227,31 @@ def test_the_next_batch_uses_the_newest_of_the_versions_published_during_a_slow_
     pool: Pool, learner: Learner, folder: Path
 ) -> None:
     passing = []
-    relay = Relay(
-        f"ipc://{folder}/relay", learner.endpoint, lambda _, frames: passing.append(frames) or frames
-    )
+    published = threading.Event()
+
+    def hold_the_second(count: int, frames: list[bytes]) -> list[bytes]:
+        if count == 2:
+            assert published.wait(10)
+        passing.append(unpack(frames[0]).policy_version)
+        return frames
+
+    relay = Relay(f"ipc://{folder}/relay", learner.endpoint, hold_the_second)
     try:
         publish(learner)
-        start(pool, f"ipc://{folder}/relay", seconds=0.5)
+        start(pool, f"ipc://{folder}/relay", seconds=1.0)
         client = pool.client()
         slow = client.submit(X)
         wait_for(lambda: pool.status()["workers"][0]["state"] == "busy", "the worker to compute")
         for version in range(2, 22):
             publish(learner, version)
+        published.set()
         assert slow.result()["actions"].tolist() == [1, 1]
         assert asked(client) == 21
     finally:
+        published.set()
         relay.close()
-    assert len(passing) < 10, "versions that came too fast were not skipped"
+    # The one that was on its way when they came too fast, and the last of them.
+    assert len(set(passing)) <= 3, passing
 
 
 def test_no_request_is_answered_by_weights_that_nobody_has_published(
