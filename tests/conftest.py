@@ -94,6 +94,24 @@ def pool(folder: Path) -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def _echo() -> Iterator[Pool]:
+    folder = Path(tempfile.mkdtemp(prefix="zt-"))
+    pool = Pool(folder, TESTS / "policies.py", "Echo").start()
+    yield pool
+    pool.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def echo(_echo: Pool) -> Iterator[Pool]:
+    """A pool that is there already, for tests that hurt nobody; its counters are those of all of them."""
+    yield _echo
+    while _echo.clients:
+        _echo.clients.pop().close()
+    _echo.wait_for_quiet()
+
+
 @pytest.fixture
 def free_ports() -> list[int]:
     """Two ports that nobody listens on."""

@@ -48,7 +48,7 @@ def run(pool: Pool, program: Callable[[AsyncPolicyClient], Awaitable[Any]], **op
     return asyncio.run(main())
 
 
-def test_the_result_is_the_policys_output_for_the_observation(pool: Pool) -> None:
+def test_the_result_is_the_policys_output_for_the_observation(echo: Pool) -> None:
     async def program(client: AsyncPolicyClient) -> None:
         result = await client.infer({"x": np.arange(6.0).reshape(2, 3), "task": ["open", "close"]})
         np.testing.assert_array_equal(result["actions"], np.arange(6.0).reshape(2, 3))
@@ -57,7 +57,7 @@ def test_the_result_is_the_policys_output_for_the_observation(pool: Pool) -> Non
         one = await client.infer_one({"x": np.arange(3.0), "task": "open"})
         assert one["actions"].tolist() == [0.0, 1.0, 2.0]
 
-    run(pool.start(), program)
+    run(echo, program)
 
 
 def test_two_hundred_calls_at_once_get_their_own_answers_ten_times_over(pool: Pool) -> None:
@@ -76,7 +76,7 @@ def test_two_hundred_calls_at_once_get_their_own_answers_ten_times_over(pool: Po
     assert pool.counters()["requests"] == 2000
 
 
-def test_large_arrays_of_many_calls_at_once_are_not_mixed_up(pool: Pool) -> None:
+def test_large_arrays_of_many_calls_at_once_are_not_mixed_up(echo: Pool) -> None:
     frame = np.empty((1, 500_000), np.float32)
 
     async def ask(client: AsyncPolicyClient, value: int) -> None:
@@ -86,7 +86,7 @@ def test_large_arrays_of_many_calls_at_once_are_not_mixed_up(pool: Pool) -> None
     async def program(client: AsyncPolicyClient) -> None:
         await asyncio.gather(*(ask(client, value) for value in range(12)))
 
-    run(pool.start(), program)
+    run(echo, program)
 
 
 def test_a_cancelled_task_gives_its_request_up_and_the_broker_is_told(pool: Pool) -> None:
@@ -160,7 +160,7 @@ def test_a_broker_that_is_killed_and_restarted_answers_all_that_wait(pool: Pool)
     run(pool.start(workers=2, seconds=0.01), program, timeout=40.0)
 
 
-def test_each_end_of_a_call_has_its_name(pool: Pool) -> None:
+def test_each_end_of_a_call_has_its_name(echo: Pool) -> None:
     async def program(client: AsyncPolicyClient) -> None:
         with pytest.raises(EncodeError, match="camera"):
             await client.infer({"x": np.ones((2, 3)), "camera": np.array([None, object()])})
@@ -172,7 +172,7 @@ def test_each_end_of_a_call_has_its_name(pool: Pool) -> None:
             await client.infer({**x(1), "command": ["sleep 1", "ok"]}, timeout=0.3)
         assert ((await client.infer(x(4)))["actions"] == 4).all()
 
-    run(pool.start(), program)
+    run(echo, program)
 
 
 def test_without_a_broker_or_a_key_the_error_says_so(pool: Pool, folder: Path) -> None:
@@ -309,14 +309,14 @@ def _in_child(client: AsyncPolicyClient, endpoint: str, answers: multiprocessing
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_is_refused_by_name_and_its_parent_goes_on(pool: Pool) -> None:
+def test_a_forked_process_is_refused_by_name_and_its_parent_goes_on(echo: Pool) -> None:
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
 
     async def program(client: AsyncPolicyClient) -> None:
         call = asyncio.create_task(client.infer(x(2)))
         await asyncio.sleep(0)
-        child = fork.Process(target=_in_child, args=(client, pool.frontend, answers))
+        child = fork.Process(target=_in_child, args=(client, echo.frontend, answers))
         child.start()
         assert "parent process" in answers.get(timeout=20)
         assert answers.get(timeout=20) == 3
@@ -326,10 +326,10 @@ def test_a_forked_process_is_refused_by_name_and_its_parent_goes_on(pool: Pool) 
         for value in range(20):
             assert ((await client.infer(x(value), timeout=5))["actions"] == value).all()
 
-    run(pool.start(), program)
+    run(echo, program)
 
 
-def test_a_client_that_waits_spends_no_time(pool: Pool) -> None:
+def test_a_client_that_waits_spends_no_time(echo: Pool) -> None:
     async def program(client: AsyncPolicyClient) -> None:
         await client.infer(x(1))
         begin = time.process_time()
@@ -341,25 +341,23 @@ def test_a_client_that_waits_spends_no_time(pool: Pool) -> None:
         assert idle < 0.2, "a loop that never rests spends 2 s"
         assert asked < 0.2
 
-    run(pool.start(), program)
+    run(echo, program)
 
 
-def test_a_closed_client_leaves_no_file_open(pool: Pool) -> None:
+def test_a_closed_client_leaves_no_file_open(echo: Pool) -> None:
     async def main() -> None:
         before = len(os.listdir("/proc/self/fd"))
         for value in range(30):
-            async with AsyncPolicyClient(pool.frontend) as client:
+            async with AsyncPolicyClient(echo.frontend) as client:
                 assert ((await client.infer(x(value)))["actions"] == value).all()
         # The reaper of libzmq closes sockets in its own time.
         wait_for(lambda: len(os.listdir("/proc/self/fd")) < before + 10, "the files to be closed")
 
-    pool.start()
     asyncio.run(main())
 
 
-def test_a_client_whose_loop_is_over_can_be_closed_in_another(pool: Pool) -> None:
-    pool.start()
-    client = AsyncPolicyClient(pool.frontend, timeout=20.0)
+def test_a_client_whose_loop_is_over_can_be_closed_in_another(echo: Pool) -> None:
+    client = AsyncPolicyClient(echo.frontend, timeout=20.0)
     asyncio.run(client.infer(x(1)))
     asyncio.run(client.close())
     with pytest.raises(ClientClosed):

@@ -42,14 +42,14 @@ def x(value: float, rows: int = 2) -> dict[str, np.ndarray]:
     return {"x": np.full((rows, 3), value)}
 
 
-def test_the_result_is_the_policys_output_for_the_observation(pool: Pool) -> None:
-    client = pool.start().client()
+def test_the_result_is_the_policys_output_for_the_observation(echo: Pool) -> None:
+    client = echo.client()
     result = client.infer({"x": np.arange(6.0).reshape(2, 3), "task": ["open", "close"]})
     np.testing.assert_array_equal(result["actions"], np.arange(6.0).reshape(2, 3))
 
 
-def test_a_single_observation_comes_back_without_its_axis(pool: Pool) -> None:
-    client = pool.start().client()
+def test_a_single_observation_comes_back_without_its_axis(echo: Pool) -> None:
+    client = echo.client()
     result = client.infer_one({"x": np.arange(3.0), "task": "open"})
     assert result["actions"].tolist() == [0.0, 1.0, 2.0]
 
@@ -76,8 +76,8 @@ def test_eval_rows_are_deterministic_and_train_rows_are_sampled_in_one_batch(poo
     assert train.result()["rows"].tolist() == [5] * 3, "they were not in one batch"
 
 
-def test_several_requests_can_be_in_flight(pool: Pool) -> None:
-    client = pool.start().client()
+def test_several_requests_can_be_in_flight(echo: Pool) -> None:
+    client = echo.client()
     pending = [client.submit(x(value)) for value in range(20)]
     assert [p.result()["actions"][0, 0] for p in reversed(pending)] == list(range(19, -1, -1))
 
@@ -124,10 +124,10 @@ def test_the_clients_own_timeout_holds_where_a_call_names_none() -> None:
 
 
 def test_waiting_with_a_time_limit_leaves_the_request_in_flight(pool: Pool) -> None:
-    pending = pool.start(seconds=0.3).client().submit(x(1))
+    pending = pool.start(seconds=1.0).client().submit(x(1))
     begin = time.monotonic()
     assert not pending.wait(0.05)
-    assert 0.05 <= time.monotonic() - begin < 0.25
+    assert 0.05 <= time.monotonic() - begin < 0.95
     assert pending.result()["actions"][0, 0] == 1
 
 
@@ -143,8 +143,8 @@ def test_a_malformed_endpoint_is_refused_at_once(endpoint: str) -> None:
         PolicyClient(endpoint)
 
 
-def test_observations_that_cannot_be_sent_are_refused_by_path(pool: Pool) -> None:
-    client = pool.start().client()
+def test_observations_that_cannot_be_sent_are_refused_by_path(echo: Pool) -> None:
+    client = echo.client()
     with pytest.raises(EncodeError, match=r"camera\.front"):
         client.infer({"x": np.ones((2, 3)), "camera": {"front": np.array([None, object()])}})
     with pytest.raises(EncodeError, match=r"3 rows.*2"):
@@ -152,15 +152,15 @@ def test_observations_that_cannot_be_sent_are_refused_by_path(pool: Pool) -> Non
     assert client.infer(x(4))["actions"][0, 0] == 4
 
 
-def test_an_observation_above_the_limit_is_refused_before_it_is_sent(pool: Pool) -> None:
-    client = pool.start().client(max_message_mb=1)
+def test_an_observation_above_the_limit_is_refused_before_it_is_sent(echo: Pool) -> None:
+    client = echo.client(max_message_mb=1)
     with pytest.raises(EncodeError, match="MiB"):
         client.infer({"x": np.zeros((2, 1 << 20))})
     assert client.infer(x(4))["actions"][0, 0] == 4
 
 
-def test_a_failing_policy_is_an_error_with_the_remote_traceback(pool: Pool) -> None:
-    client = pool.start().client()
+def test_a_failing_policy_is_an_error_with_the_remote_traceback(echo: Pool) -> None:
+    client = echo.client()
     with pytest.raises(PolicyError, match=r"this row is marked(.|\n)*policies\.py"):
         client.infer({"x": np.ones((1, 3)), "command": ["raise"]})
     with pytest.raises(PolicyError, match=r"shape.*for 1 observations"):
@@ -279,8 +279,8 @@ def test_a_send_that_is_interrupted_leaves_no_half_message_behind(pool: Pool) ->
     assert pool.counters()["malformed"] == 0
 
 
-def test_after_an_interrupted_send_nothing_was_heard_on_the_new_socket(pool: Pool) -> None:
-    client = pool.start().client()
+def test_after_an_interrupted_send_nothing_was_heard_on_the_new_socket(echo: Pool) -> None:
+    client = echo.client()
     client.infer(x(1))
     link = client._connection._link
     link.asked = time.monotonic()
@@ -291,8 +291,8 @@ def test_after_an_interrupted_send_nothing_was_heard_on_the_new_socket(pool: Poo
     assert link.suspicion.due < float("inf"), "the broker may have other keys by now"
 
 
-def test_a_send_that_is_interrupted_gives_its_shared_memory_back(pool: Pool) -> None:
-    client = pool.start().client()
+def test_a_send_that_is_interrupted_gives_its_shared_memory_back(echo: Pool) -> None:
+    client = echo.client()
     client.infer(x(1))
     assert client._connection.shares_memory
     header = Header(Op.INFER, request_id=99, frames=1, rows=1)
@@ -305,9 +305,9 @@ def test_a_send_that_is_interrupted_gives_its_shared_memory_back(pool: Pool) -> 
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_client_that_got_no_file_for_a_new_socket_goes_on_when_there_is_one(
-    pool: Pool, asks: bool
+    echo: Pool, asks: bool
 ) -> None:
-    client = pool.start().client()
+    client = echo.client()
     client.infer(x(1))
     connection = client._connection
     if asks:
@@ -321,8 +321,8 @@ def test_a_client_that_got_no_file_for_a_new_socket_goes_on_when_there_is_one(
     assert client.infer(x(3))["actions"][0, 0] == 3
 
 
-def test_results_are_writable_and_stay_as_they_are(pool: Pool) -> None:
-    client = pool.start().client()
+def test_results_are_writable_and_stay_as_they_are(echo: Pool) -> None:
+    client = echo.client()
     kept = [client.infer({"x": np.full((1, 2000), float(value))})["actions"] for value in range(50)]
     for _ in range(100):
         client.infer({"x": np.full((1, 2000), -1.0)})
@@ -340,16 +340,16 @@ def test_a_slow_call_after_a_slow_step_is_asked_about_and_runs_once(pool: Pool) 
     assert (counters["requests"], counters["cancelled"], counters["duplicates"]) == (2, 0, 0)
 
 
-def test_an_observation_with_too_many_large_arrays_is_refused_at_once(pool: Pool) -> None:
-    client = pool.start().client()
+def test_an_observation_with_too_many_large_arrays_is_refused_at_once(echo: Pool) -> None:
+    client = echo.client()
     with pytest.raises(EncodeError, match="4097 large arrays"):
         client.infer({str(i): np.zeros((1, 1024), np.float32) for i in range(4100)})  # a few are small
     assert client.infer(x(4))["actions"][0, 0] == 4
 
 
 @pytest.mark.parametrize("stage", [-1, 256])
-def test_an_impossible_stage_is_refused_and_leaves_nothing_behind(pool: Pool, stage: int) -> None:
-    client = pool.start().client()
+def test_an_impossible_stage_is_refused_and_leaves_nothing_behind(echo: Pool, stage: int) -> None:
+    client = echo.client()
     with pytest.raises(ValueError, match="stage"):
         client.submit(x(1), stage=stage)
     assert client.infer({**x(2), "command": ["sleep 1.2", "ok"]})["actions"][0, 0] == 2
@@ -410,8 +410,8 @@ def test_a_request_that_can_never_fit_is_refused(pool: Pool) -> None:
         pool.client().infer({"x": np.zeros((1, 1 << 18))})
 
 
-def test_a_lock_that_an_interrupt_left_behind_does_not_shut_its_own_thread_out(pool: Pool) -> None:
-    client = pool.start().client()
+def test_a_lock_that_an_interrupt_left_behind_does_not_shut_its_own_thread_out(echo: Pool) -> None:
+    client = echo.client()
     client._turn.lock.acquire()
     client._turn.owner = threading.get_ident()
     assert client.infer(x(4))["actions"][0, 0] == 4
@@ -533,8 +533,8 @@ def _infer_in_child(client: PolicyClient, value: float, answers: multiprocessing
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_after_a_fork_parent_and_children_each_get_their_own_answers(pool: Pool) -> None:
-    client = pool.start().client()
+def test_after_a_fork_parent_and_children_each_get_their_own_answers(echo: Pool) -> None:
+    client = echo.client()
     assert client.infer(x(0))["actions"][0, 0] == 0
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
@@ -558,8 +558,8 @@ def _infer_in_child_once_there_are_files(client: PolicyClient, answers: multipro
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_that_gets_no_file_for_a_socket_of_its_own_leaves_the_parents_alone(pool: Pool) -> None:
-    client = pool.start().client(name="parent")
+def test_a_fork_that_gets_no_file_for_a_socket_of_its_own_leaves_the_parents_alone(echo: Pool) -> None:
+    client = echo.client(name="parent")
     client.infer(x(0))
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
@@ -582,8 +582,8 @@ class _Slow(gymnasium.Env):  # type: ignore[misc]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_simulators_that_are_forked_after_the_client_was_used_are_no_harm(pool: Pool) -> None:
-    client = pool.start().client()
+def test_simulators_that_are_forked_after_the_client_was_used_are_no_harm(echo: Pool) -> None:
+    client = echo.client()
     assert client.infer(x(1))["actions"][0, 0] == 1
     envs = gymnasium.vector.AsyncVectorEnv([_Slow, _Slow], context="fork")
     observation, _ = envs.reset()

@@ -119,8 +119,8 @@ def _serve_in_child(client: PolicyClient, answers: multiprocessing.Queue) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_gets_a_file_of_its_own(pool: Pool) -> None:
-    client = pool.start().client()
+def test_a_forked_process_gets_a_file_of_its_own(echo: Pool) -> None:
+    client = echo.client()
     open_ = client.submit(x(3))
     client.fileno()
     fork = multiprocessing.get_context("fork")

@@ -13,7 +13,7 @@ from zmqrl.env.adapters import ShardEnv
 from zmqrl.env.making import make_shard
 
 MODES = ("disabled", "next_step", "same_step")
-BOTH = pytest.mark.parametrize("vectorization", ["sync", "async"])
+BOTH = pytest.mark.parametrize("vectorization", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 Make = Callable[..., ShardEnv]
 
 

@@ -61,7 +61,7 @@ def transitions(shard: ShardEnv, steps: int) -> list[list[Any]]:
     [
         ({"id": "CartPole-v1"}, 17, 90),
         ({"id": "gymnasium_robotics:FetchReach-v4"}, 6, 20),
-        ({"factory": f"{SIMS}:LongTail"}, None, 120),
+        pytest.param({"factory": f"{SIMS}:LongTail"}, None, 120, marks=pytest.mark.slow),
     ],
     ids=["CartPole", "FetchReach", "LongTail"],
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import TESTS, Pool
+from odd_shards import BOTH
 from odd_sims import same
 from runner.evaluation import Run
 
@@ -18,7 +19,6 @@ from zmqrl.errors import EnvironmentFailure, PolicyError
 from zmqrl.process import StopSignal
 
 SIMS = TESTS / "odd_sims.py"
-BOTH = pytest.mark.parametrize("vectorization", ["sync", "async"])
 
 
 def env_worker(pool: Pool, simulator: str, *overrides: str) -> EnvWorker:

@@ -15,8 +15,30 @@ from faults.policies import Tagged
 from zmqrl.transport.codec import decode, encode, encode_meta
 from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
 
+SLOW = {
+    "another-protocol-version",
+    "client-restarted",
+    "clients-cut-off",
+    "half-the-clients-killed-normal-mode",
+    "learner-killed",
+    "oversized-frames",
+    "policy-stuck-everywhere",
+    "start-orders",
+    "states-carried-workers-killed",
+    "states-kept-broker-restarted",
+    "worker-cut-off",
+    "workers-retire",
+}
 
-@pytest.mark.parametrize("name", [drill.name for drill in faults.DRILLS.values() if drill.in_suite])
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(drill.name, marks=pytest.mark.slow) if drill.name in SLOW else drill.name
+        for drill in faults.DRILLS.values()
+        if drill.in_suite
+    ],
+)
 def test_nothing_is_lost_doubled_or_crossed_in_the_drill(name: str) -> None:
     row = faults.DRILLS[name].run(quick=True)
     if row.get("skipped"):

@@ -142,6 +142,7 @@ def test_with_the_right_keys_actions_weights_trajectories_and_status_go_through(
     assert [worker["name"] for worker in json.loads(status.stdout)["workers"]] == ["rollout-0"]
 
 
+@pytest.mark.slow
 def test_a_whole_evaluation_runs_with_keys(folder: Path, keys: str) -> None:
     done = subprocess.run(
         [
@@ -242,7 +243,7 @@ def test_a_very_short_timeout_holds_for_a_client_without_a_key(secured: Pool) ->
             begin = time.monotonic()
             with pytest.raises((AuthenticationFailed, BrokerUnreachable)):
                 client.infer(X, timeout=timeout)
-            assert time.monotonic() - begin < timeout + 1.0
+            assert time.monotonic() - begin < timeout + 3.0
 
 
 def test_keys_where_none_are_wanted_are_told(pool: Pool, keys: str) -> None:

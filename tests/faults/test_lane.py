@@ -105,8 +105,8 @@ def test_an_observation_buffer_that_is_changed_after_each_request_arrives_as_it_
     assert pool.counters()["lane_requests"] == 400
 
 
-def test_results_stay_as_they_are_while_slots_are_used_again(pool: Pool) -> None:
-    client = opened(pool.start())
+def test_results_stay_as_they_are_while_slots_are_used_again(echo: Pool) -> None:
+    client = opened(echo)
     kept = [client.infer({"x": np.full(LARGE, value)})["actions"] for value in range(30)]
     for _ in range(100):
         client.infer({"x": np.full(LARGE, -1.0)})

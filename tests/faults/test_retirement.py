@@ -17,7 +17,7 @@ def retire(pool: Pool, name: str) -> None:
     assert process.wait(10) == 0
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("decoupled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_workers_come_and_go_under_load_and_no_request_notices(pool: Pool, decoupled: bool) -> None:
     pool.start_broker(decoupled=decoupled)
     for rank in range(2):

@@ -113,8 +113,8 @@ def expected(trajectory: Trajectory) -> np.ndarray:
     ("decoupled", "when", "autoreset"),
     [
         (True, "step", "disabled"),
-        (True, "terminal", "next_step"),
-        (False, "step", "next_step"),
+        pytest.param(True, "terminal", "next_step", marks=pytest.mark.slow),
+        pytest.param(False, "step", "next_step", marks=pytest.mark.slow),
         (False, "terminal", "disabled"),
     ],
 )

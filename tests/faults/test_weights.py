@@ -499,7 +499,7 @@ def test_a_version_that_nobody_has_ends_in_an_error_in_time_and_holds_nobody_up(
         since = time.monotonic()
         assert asked(other) == 1
         longest = max(longest, time.monotonic() - since)
-    assert longest < 0.5
+    assert longest < 2.0
     with pytest.raises(
         PolicyError, match=r"weights of version 99.*not here; rollout-0 serves version 1"
     ):

@@ -27,6 +27,7 @@ def shares(metrics: dict[str, Any]) -> tuple[float, float]:
     return fast, slow
 
 
+@pytest.mark.slow
 def test_the_share_of_each_env_worker_is_reported(folder: Path) -> None:
     run = Training(folder, *UNEVEN, "runner.max_env_steps=700")
     assert run.wait(90) == 0, run.text()
@@ -51,7 +52,9 @@ def test_a_fast_env_worker_has_no_more_than_the_cap_in_all_its_stages(folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("workers", "share"), [(1, 0.5), (2, 0.6)], ids=["one barrier", "a barrier for each"]
+    ("workers", "share"),
+    [pytest.param(1, 0.5, marks=pytest.mark.slow), (2, 0.6)],
+    ids=["one barrier", "a barrier for each"],
 )
 def test_in_normal_mode_a_barrier_makes_shares_equal_and_a_cap_is_for_those_at_several(
     folder: Path, workers: int, share: float
@@ -69,6 +72,7 @@ def test_in_normal_mode_a_barrier_makes_shares_equal_and_a_cap_is_for_those_at_s
     assert fast == pytest.approx(share, abs=0.08)
 
 
+@pytest.mark.slow
 def test_nobody_hangs_when_the_slow_env_worker_is_frozen(folder: Path) -> None:
     run = Training(folder, *UNEVEN, "algorithm.max_env_share=0.6")
     run.wait_for_record("env_steps", 150, 90)

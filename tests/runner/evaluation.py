@@ -21,7 +21,7 @@ SIM = f"env.factory={TESTS / 'sims.py'}"
 SLOW = ("env.kwargs.length=150", "env.delay_sampler={type: constant, delay: 0.03}")
 """A simulator whose episodes take seconds: parts of the run can be killed meanwhile."""
 
-BOTH_MODES = pytest.mark.parametrize("decoupled", [True, False])
+BOTH_MODES = pytest.mark.parametrize("decoupled", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
 def frontend(folder: Path) -> str:

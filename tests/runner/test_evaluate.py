@@ -131,7 +131,9 @@ def test_the_others_go_on_although_half_of_the_env_workers_are_killed(
     assert "eval-1 was killed by SIGKILL" in run.text()
 
 
-@pytest.mark.parametrize("part", ["start-rollout-worker", "start-broker"])
+@pytest.mark.parametrize(
+    "part", ["start-rollout-worker", pytest.param("start-broker", marks=pytest.mark.slow)]
+)
 def test_a_run_that_breaks_off_still_writes_what_there_is(folder: Path, part: str) -> None:
     run = Run(
         folder,
@@ -169,7 +171,9 @@ def test_pipeline_stages_of_different_length_end_without_waiting_for_each_other(
     assert result["broker/requests"] == result["broker/answered"]
 
 
-@pytest.mark.parametrize("where", ["second_hangs", "second_hangs_in_reset"])
+@pytest.mark.parametrize(
+    "where", ["second_hangs", pytest.param("second_hangs_in_reset", marks=pytest.mark.slow)]
+)
 def test_an_env_worker_that_is_stuck_is_named_and_the_rest_is_counted(folder: Path, where: str) -> None:
     run = Run(
         folder,
@@ -205,15 +209,11 @@ def test_an_env_that_raises_ends_its_worker_and_the_text_names_it(folder: Path) 
     ("overrides", "words"),
     [
         (["env.id=NoSuchEnv-v0"], "NoSuchEnv"),
-        (["env.id=no_such_module:Env-v0"], "no_such_module"),
+        pytest.param(["env.id=no_such_module:Env-v0"], "no_such_module", marks=pytest.mark.slow),
         ([f"{SIM}:fails_to_start"], "the renderer has no display"),
-        ([f"{SIM}:no_such_name"], "no_such_name"),
-        ([f"{SIM}:asks"], "EOF when reading a line"),
+        pytest.param([f"{SIM}:no_such_name"], "no_such_name", marks=pytest.mark.slow),
+        pytest.param([f"{SIM}:asks"], "EOF when reading a line", marks=pytest.mark.slow),
         (["env.id=CartPole-v1", "rollout.policy=no_such_module:policy"], "no_such_module"),
-        (
-            ["env.id=CartPole-v1", f"rollout.policy={TESTS / 'policies.py'}:raises_at_once"],
-            "no weights at model.pt",
-        ),
         (
             ["env.id=CartPole-v1", f"rollout.policy={TESTS / 'policies.py'}:Echo"],
             "the policy failed|IndexError|only integers",
@@ -266,7 +266,7 @@ def test_a_bad_configuration_exits_with_2_and_starts_nothing(folder: Path, overr
     assert run.text().startswith("error: ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_run_within_ten_seconds_with_no_process_left(
     folder: Path, number: signal.Signals
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TESTS
-from runner.evaluation import SIM, Run, frontend, status_client
+from runner.evaluation import BOTH_MODES, SIM, Run, frontend, status_client
 
 from zmqrl.broker.status import StatusClient
 
@@ -17,7 +17,7 @@ broker = pytest.fixture(status_client)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("decoupled", [True, False])
+@BOTH_MODES
 @pytest.mark.parametrize("affinity", ["sticky", "none"])
 def test_an_evaluation_is_complete_although_a_worker_is_killed_with_its_states(
     folder: Path, broker: StatusClient, affinity: str, decoupled: bool

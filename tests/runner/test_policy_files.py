@@ -86,7 +86,16 @@ def evaluate(folder: Path, *words: str) -> dict[str, float]:
     return result
 
 
-@pytest.mark.parametrize("kind", ["torchscript", "exported", "static", "torchrl", "hugging_face"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "torchscript",
+        "exported",
+        pytest.param("static", marks=pytest.mark.slow),
+        pytest.param("torchrl", marks=pytest.mark.slow),
+        "hugging_face",
+    ],
+)
 def test_a_policy_of_another_library_balances_the_pole(folder: Path, kind: str) -> None:
     path, words = folder / "policy.pt", []
     with warnings.catch_warnings():

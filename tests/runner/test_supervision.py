@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import TESTS, wait_for
-from runner.evaluation import SIM, Run, frontend, status_client
+from runner.evaluation import BOTH_MODES, SIM, Run, frontend, status_client
 from runner.training import COUNTING, COUNTS, LINE, SMALL, Training
 
 from zmqrl import config
@@ -60,7 +60,7 @@ def kill_lives(run: Run | Training, count: int, *words: str) -> None:
     ("part", "name"),
     [("start-broker", "broker"), ("start-rollout-worker", "rollout-0"), ("start-env-worker", "eval-0")],
 )
-@pytest.mark.parametrize("decoupled", [True, False])
+@BOTH_MODES
 def test_an_evaluation_is_complete_although_a_part_is_killed(
     folder: Path, broker: StatusClient, part: str, name: str, decoupled: bool
 ) -> None:
@@ -169,6 +169,7 @@ def test_a_part_that_is_lost_again_and_again_ends_the_run_with_the_cause_and_the
     assert run.result()["env_steps"] > 0, "what there is was written"
 
 
+@pytest.mark.slow
 def test_a_training_whose_env_worker_always_hangs_ends_with_the_cause_and_the_count(
     folder: Path,
 ) -> None:
@@ -191,7 +192,7 @@ HANGING = ["rollout.attempt_timeout_s=1", "runner.stall_timeout_s=2"]
 STUCK = "was stuck in a policy call for 2 s (runner.stall_timeout_s); restart 1 of 3"
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
+@BOTH_MODES
 def test_the_only_rollout_worker_is_started_again_when_its_policy_hangs(
     folder: Path, decoupled: bool
 ) -> None:
@@ -213,6 +214,7 @@ def test_the_only_rollout_worker_is_started_again_when_its_policy_hangs(
     assert result["broker/errors"] == 0
 
 
+@pytest.mark.slow
 def test_env_workers_that_wait_for_a_slow_reward_model_are_not_taken_for_hanging(folder: Path) -> None:
     run = Training(
         folder,
@@ -225,6 +227,7 @@ def test_env_workers_that_wait_for_a_slow_reward_model_are_not_taken_for_hanging
     assert "; restart " not in run.text()
 
 
+@pytest.mark.slow
 def test_a_reward_worker_whose_model_hangs_is_started_again(folder: Path) -> None:
     run = Training(
         folder,
@@ -316,7 +319,10 @@ def test_a_rollout_worker_that_is_told_to_leave_has_retired_and_is_not_started_a
 
 @pytest.mark.parametrize(
     ("part", "number"),
-    [("start-rollout-worker", signal.SIGINT), ("start-broker", signal.SIGTERM)],
+    [
+        ("start-rollout-worker", signal.SIGINT),
+        pytest.param("start-broker", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_can_be_stopped_while_a_part_waits_for_its_restart(
     folder: Path, part: str, number: signal.Signals
@@ -333,6 +339,7 @@ def test_a_run_can_be_stopped_while_a_part_waits_for_its_restart(
     wait_for(lambda: not run.left(), "the end of all children", 3)
 
 
+@pytest.mark.slow
 def test_a_training_whose_processes_are_all_told_to_end_was_stopped(folder: Path) -> None:
     run = Training(folder, *COUNTING)
     run.wait_for_record("env_steps", 50)
@@ -359,7 +366,7 @@ def test_a_lost_learner_ends_the_training_and_says_how_to_go_on(folder: Path) ->
     assert run.text().splitlines()[-1].endswith(f"learner was killed by SIGKILL; {hint}")
 
 
-@pytest.mark.parametrize("name", ["frontend", "backend"])
+@pytest.mark.parametrize("name", ["frontend", pytest.param("backend", marks=pytest.mark.slow)])
 def test_a_port_that_the_broker_would_choose_itself_is_refused(folder: Path, name: str) -> None:
     run = Run(folder, f"{SIM}:make", f"broker.{name}=tcp://127.0.0.1:0")
     assert run.wait() == 2

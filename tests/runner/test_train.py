@@ -36,7 +36,11 @@ def balanced(result: dict[str, Any]) -> bool:
     return bool(result["trajectories_sent"] == sum(result[f"trajectories_{name}"] for name in names))
 
 
-@pytest.mark.parametrize("algorithm", [PPO, PPO_IN_A_BOX, SAC], ids=["ppo", "box", "sac"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [PPO, pytest.param(PPO_IN_A_BOX, marks=pytest.mark.slow), SAC],
+    ids=["ppo", "box", "sac"],
+)
 def test_a_training_runs_to_its_end_and_accounts_for_every_trajectory(
     folder: Path, algorithm: list[str]
 ) -> None:
@@ -61,6 +65,7 @@ def test_a_training_runs_to_its_end_and_accounts_for_every_trajectory(
     assert list((run.folder / "checkpoints").glob("global_step_*/manifest.json"))
 
 
+@pytest.mark.slow
 def test_training_ends_when_evaluations_in_a_row_reach_what_is_asked_for(folder: Path) -> None:
     run = Training(
         folder,
@@ -148,7 +153,9 @@ def test_a_stopped_training_goes_on_where_it_was(folder: Path) -> None:
     assert env_steps[0] < 500 < before["env_steps"] < env_steps[-1]
 
 
-@pytest.mark.parametrize("moment", ["start", "steps", "evaluation"])
+@pytest.mark.parametrize(
+    "moment", ["start", pytest.param("steps", marks=pytest.mark.slow), "evaluation"]
+)
 def test_ctrl_c_ends_a_training_within_ten_seconds_and_leaves_nobody(folder: Path, moment: str) -> None:
     run = Training(
         folder,
@@ -173,6 +180,7 @@ def test_ctrl_c_ends_a_training_within_ten_seconds_and_leaves_nobody(folder: Pat
     assert run.records()
 
 
+@pytest.mark.slow
 def test_a_training_that_is_stopped_before_its_first_step_leaves_an_earlier_one_as_it_was(
     folder: Path,
 ) -> None:
@@ -196,7 +204,7 @@ def test_discrete_actions_are_refused_by_sac_with_its_reason(folder: Path) -> No
     assert "discrete" in run.text().lower()
 
 
-@pytest.mark.parametrize("what", ["observation", "reward"])
+@pytest.mark.parametrize("what", ["observation", pytest.param("reward", marks=pytest.mark.slow)])
 def test_a_number_that_is_none_costs_its_trajectory_and_training_goes_on(
     folder: Path, what: str
 ) -> None:
@@ -214,6 +222,7 @@ def test_a_number_that_is_none_costs_its_trajectory_and_training_goes_on(
     assert "training_sims.py:make" in run.text()
 
 
+@pytest.mark.slow
 def test_nothing_but_such_numbers_ends_the_run_with_the_cause(folder: Path) -> None:
     run = Training(
         folder,
@@ -238,6 +247,7 @@ def test_a_simulator_that_raises_is_started_again(folder: Path) -> None:
     assert balanced(run.result()), run.result()
 
 
+@pytest.mark.slow
 def test_a_simulator_that_always_raises_ends_the_run_with_the_cause(folder: Path) -> None:
     run = Training(folder, *COUNTING, "env.kwargs.raise_at=30", "cluster.max_restarts=1")
     assert run.wait() == 1
@@ -253,6 +263,7 @@ def test_a_learner_that_hangs_ends_the_run_with_its_name(folder: Path) -> None:
     assert "the learner was silent for 3 s" in run.text()
 
 
+@pytest.mark.slow
 def test_trajectories_of_which_none_is_of_use_end_the_run_with_the_cause(folder: Path) -> None:
     policy = f"rollout.policy={TESTS / 'policies.py'}:Silent"
     run = Training(folder, *SMALL, *PPO, policy, "env.train.max_steps_per_rollout_epoch=2")
@@ -261,6 +272,7 @@ def test_trajectories_of_which_none_is_of_use_end_the_run_with_the_cause(folder:
     assert "prev_logprobs" in run.text()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_does_not_end_training(folder: Path) -> None:
     run = Training(folder, *COUNTING, "runner={max_env_steps: 600, save_interval: 20}", name="full")
     wait_for(lambda: run.folder.exists(), "the run folder")
@@ -270,6 +282,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_training(folder: Path)
     assert run.result()["env_steps"] >= 600
 
 
+@pytest.mark.slow
 def test_a_rollout_worker_that_is_killed_is_replaced_and_serves_the_newest_weights(folder: Path) -> None:
     run = Training(folder, *COUNTING, "algorithm.updates_per_env_step=0.25", "env.kwargs.seconds=0.005")
     run.wait_for_record("env_steps", 200)
