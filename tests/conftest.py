@@ -105,7 +105,7 @@ def _echo() -> Iterator[Pool]:
 
 @pytest.fixture
 def echo(_echo: Pool) -> Iterator[Pool]:
-    """A pool that is there already, for tests that hurt nobody; its counters are those of all of them."""
+    """A pool that is there already, for tests that hurt nobody; they share its counters."""
     yield _echo
     while _echo.clients:
         _echo.clients.pop().close()
