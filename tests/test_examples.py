@@ -35,7 +35,7 @@ def test_a_loop_of_ones_own_trains(folder: Path) -> None:
     )
     example = [sys.executable, ROOT / "examples" / "train_own_loop.py"]
     done = subprocess.run(
-        [*example, sockets["frontend"], sockets["learner"], "1250"],
+        [*example, sockets["frontend"], sockets["learner"], "500"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -43,16 +43,15 @@ def test_a_loop_of_ones_own_trains(folder: Path) -> None:
     assert done.returncode == 0, done.stderr + run.text()
     first, *_, last = lengths(done.stdout)
     assert last > 3 * first, done.stdout
-    run.wait_for_record("env_steps", 1200 * 32)
+    run.wait_for_record("env_steps", 450 * 32)
     run.process.terminate()
     run.wait()
     result = run.result()
     # The last one may be on its way still, to a learner that is told to stop.
-    assert 1250 // 16 - 1 <= result["trajectories_received"] <= 1250 // 16
+    assert 500 // 16 - 1 <= result["trajectories_received"] <= 500 // 16
     assert not [key for key in result if key.startswith("time/env/")], "nobody tells such times"
 
 
-@pytest.mark.timeout(120)
 def test_a_learner_of_ones_own_learns_from_the_pool(pool: Pool) -> None:
     learner = f"ipc://{pool.folder}/learner"
     overrides = [
@@ -75,16 +74,22 @@ def test_a_learner_of_ones_own_learns_from_the_pool(pool: Pool) -> None:
     assert last > 2 * first, done.stdout
 
 
-@pytest.mark.timeout(400)
-def test_the_demo_learns_to_reach_and_its_checkpoint_reaches_too(folder: Path) -> None:
-    run = Training(folder, config="fetch_reach_sac_decoupled.yaml")
-    assert run.wait(360) == 0, run.text()
+@pytest.mark.timeout(800)
+@pytest.mark.parametrize(
+    "limit",
+    [["runner.max_env_steps=2500"], pytest.param([], marks=pytest.mark.slow)],
+    ids=["its beginning", "whole"],
+)
+def test_the_demo_learns_to_reach_and_its_checkpoint_reaches_too(folder: Path, limit: list[str]) -> None:
+    run = Training(folder, *limit, config="fetch_reach_sac_decoupled.yaml")
+    assert run.wait(700) == 0, run.text()
     result = run.result()
-    assert "2 times in a row" in run.text()
-    for metric in ("eval/success_once", "eval/success_at_end"):
-        assert result[metric] >= 0.95
     assert result["eval/num_trajectories"] == 100
     assert result["achieved_updates_per_env_step"] == pytest.approx(0.25, rel=0.15)
+    learned = 0.0 if limit else 0.95
+    for metric in ("eval/success_once", "eval/success_at_end"):
+        assert result[metric] >= learned
+    assert bool(limit) != ("2 times in a row" in run.text())
 
     evaluated = folder / "evaluated.json"
     command = [
@@ -96,10 +101,11 @@ def test_the_demo_learns_to_reach_and_its_checkpoint_reaches_too(folder: Path) -
     records = run.records()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(evaluated.read_text())["eval/success_at_end"] >= 0.9
+    assert json.loads(evaluated.read_text())["eval/success_at_end"] >= learned - 0.05
     assert run.records() == records, "the evaluation wrote into the files of the training"
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_another_architecture_is_refused_by_name(folder: Path) -> None:
     small = [
         "algorithm={name: sac, updates_per_env_step: 0.1}",
@@ -125,6 +131,7 @@ def test_the_checkpoint_of_another_architecture_is_refused_by_name(folder: Path)
         assert str(run.folder) in text
 
 
+@pytest.mark.slow
 def test_a_film_of_each_evaluation_is_left_in_the_run_folder(folder: Path) -> None:
     run = Training(
         folder,

@@ -16,7 +16,7 @@ from zmqrl.broker.status import StatusClient
 from zmqrl.runner.launcher import Launcher
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout: float = 40.0) -> Any:
     """Wait until `condition` is true, and return its value."""
     until = time.monotonic() + timeout
     while True:

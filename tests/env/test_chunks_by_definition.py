@@ -21,8 +21,6 @@ SIM = [
     "env.delay_sampler={type: uniform, low: 0, high: 0.001}",
 ]
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def planners(folder: Path) -> Iterator[Pool]:

@@ -23,8 +23,6 @@ from zmqrl.trajectory import Trajectory
 LINE = f"env.factory={TESTS / 'training_sims.py'}:make"
 """The reward of a step is its action; an episode has 8 steps, which are counted in the observation."""
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def planners(folder: Path) -> Iterator[Pool]:

@@ -155,7 +155,7 @@ def test_a_whole_evaluation_runs_with_keys(folder: Path, keys: str) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((folder / "result.json").read_text())
@@ -179,7 +179,7 @@ def test_a_whole_training_runs_with_keys(folder: Path, keys: str) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((folder / "result.json").read_text())

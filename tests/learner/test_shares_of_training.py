@@ -30,7 +30,7 @@ def shares(metrics: dict[str, Any]) -> tuple[float, float]:
 @pytest.mark.slow
 def test_the_share_of_each_env_worker_is_reported(folder: Path) -> None:
     run = Training(folder, *UNEVEN, "runner.max_env_steps=700")
-    assert run.wait(90) == 0, run.text()
+    assert run.wait() == 0, run.text()
     fast, slow = shares(run.result())
     assert 3 < fast / slow < 15
     assert "train/share/env-0" in run.records()[-1]
@@ -46,7 +46,7 @@ def test_a_fast_env_worker_has_no_more_than_the_cap_in_all_its_stages(folder: Pa
         "algorithm.max_env_share=0.6",
         "env.pipeline_stages=2",
     )
-    assert run.wait(90) == 0, run.text()
+    assert run.wait() == 0, run.text()
     fast, _ = shares(run.result())
     assert fast == pytest.approx(0.6, abs=0.08)
 
@@ -67,7 +67,7 @@ def test_in_normal_mode_a_barrier_makes_shares_equal_and_a_cap_is_for_those_at_s
         "algorithm.max_env_share=0.6",
         decoupled=False,
     )
-    assert run.wait(90) == 0, run.text()
+    assert run.wait() == 0, run.text()
     fast, _ = shares(run.result())
     assert fast == pytest.approx(share, abs=0.08)
 
@@ -84,4 +84,4 @@ def test_nobody_hangs_when_the_slow_env_worker_is_frozen(folder: Path) -> None:
     finally:
         slow.resume()
     run.stop(signal.SIGTERM)
-    run.wait(90)
+    run.wait()

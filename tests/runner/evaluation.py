@@ -57,7 +57,7 @@ class Run:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait(self, timeout: float = 50) -> int:
+    def wait(self, timeout: float = 100) -> int:
         try:
             return self.process.wait(timeout)
         finally:
@@ -83,10 +83,10 @@ class Run:
         return self.part("start-env-worker", str(rank))
 
     def wait_until_it_steps(self) -> None:
-        wait_for(lambda: "evaluating" in self.text() or self.process.poll() is not None, "steps", 40)
+        wait_for(lambda: "evaluating" in self.text() or self.process.poll() is not None, "steps", 80)
         assert self.process.poll() is None, self.text()
 
-    def wait_for_answers(self, broker: StatusClient, count: int, timeout: float = 40) -> dict[str, Any]:
+    def wait_for_answers(self, broker: StatusClient, count: int, timeout: float = 80) -> dict[str, Any]:
         """Wait until the broker has answered so many requests; its counters then."""
 
         def answered() -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ def test_a_training_in_chunks_runs_and_counts_steps_of_the_simulators(
 ) -> None:
     end = "runner={max_env_steps: 900, val_check_interval: 5}"
     run = Training(folder, *algorithm, *CHUNKS, *SMALL, end)
-    assert run.wait(90) == 0, run.text()
+    assert run.wait() == 0, run.text()
     result = run.result()
     names = ("received", "dropped", "rolled_back")
     assert result["trajectories_sent"] == sum(result[f"trajectories_{name}"] for name in names)

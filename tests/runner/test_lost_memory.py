@@ -16,7 +16,6 @@ REMEMBERS = f"rollout.policy={TESTS / 'policies.py'}:Remembers"
 broker = pytest.fixture(status_client)
 
 
-@pytest.mark.timeout(120)
 @BOTH_MODES
 @pytest.mark.parametrize("affinity", ["sticky", "none"])
 def test_an_evaluation_is_complete_although_a_worker_is_killed_with_its_states(

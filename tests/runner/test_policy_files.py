@@ -79,7 +79,7 @@ def evaluate(folder: Path, *words: str) -> dict[str, float]:
         ],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, float] = json.loads((folder / "result.json").read_text())

@@ -86,7 +86,6 @@ def test_an_evaluation_is_complete_although_a_part_is_killed(
     assert result["rollout/mean_rows_per_batch"] >= result["rollout/mean_shards_per_batch"] >= 1
 
 
-@pytest.mark.timeout(120)
 def test_a_training_comes_to_its_end_although_each_part_is_killed_once(folder: Path) -> None:
     run = Training(
         folder,
@@ -108,7 +107,7 @@ def test_a_training_comes_to_its_end_although_each_part_is_killed_once(folder: P
         run.part(*words).kill()
         said = f"{name} was killed by SIGKILL; restart 1 of 3"
         wait_for(lambda said=said: said in run.text(), f"{said}: {run.text()}")
-    assert run.wait(90) == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert run.text().count("; restart ") == len(parts)
     result = run.result()
     assert result["env_steps"] >= 3000

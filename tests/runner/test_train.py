@@ -94,7 +94,7 @@ def evaluated() -> Iterator[Training]:
             "env.kwargs.length=18",
             "algorithm.updates_per_env_step=0.25",
         )
-        assert run.wait(55) == 0, run.text()
+        assert run.wait() == 0, run.text()
         yield run
 
 
@@ -234,6 +234,7 @@ def test_nothing_but_such_numbers_ends_the_run_with_the_cause(folder: Path) -> N
     assert "5 trajectories had to be dropped" in run.text()
 
 
+@pytest.mark.slow
 def test_a_simulator_that_raises_is_started_again(folder: Path) -> None:
     run = Training(
         folder,

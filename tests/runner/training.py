@@ -57,7 +57,7 @@ class Training:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait(self, timeout: float = 50) -> int:
+    def wait(self, timeout: float = 100) -> int:
         try:
             return self.process.wait(timeout)
         finally:
@@ -76,7 +76,7 @@ class Training:
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def wait_for_record(self, key: str, at_least: float, timeout: float = 40) -> None:
+    def wait_for_record(self, key: str, at_least: float, timeout: float = 80) -> None:
         wait_for(
             lambda: (
                 any((record.get(key) or 0) >= at_least for record in self.records())

@@ -18,7 +18,6 @@ COMMANDS = [block for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S) if "bi
 FILES = dict(re.findall(r"```\w+\n# (\w+\.\w+)\n(.*?)```", PAGE, re.S))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
 def test_a_command_of_the_page_works_in_an_empty_folder(command: str, tmp_path: Path) -> None:
     name = "envpool" if "envpool" in command else "maniskill" if "mani_skill" in command else ""
