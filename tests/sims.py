@@ -60,6 +60,14 @@ def make(**kwargs: Any) -> Counter:
     return Counter(**kwargs)
 
 
+class Sleepy(Counter):
+    """A step takes 0.3 s."""
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        time.sleep(0.3)
+        return super().step(action)
+
+
 def fails_to_start() -> Counter:
     raise OSError("the renderer has no display")
 

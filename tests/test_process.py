@@ -28,10 +28,14 @@ if child == 0:
     while True:
         time.sleep(60)
 time.sleep(0.5)
-os.kill(child, signal.SIGTERM)  # the child's own affair
-stop.sleep(1.0)
+for number in signals:  # the child's own affair
+    os.kill(child, getattr(signal, number))
+    time.sleep(0.5)
 print("stopped" if stop() else "goes on", flush=True)
-os.kill(child, signal.SIGKILL)
+done, status = os.waitpid(child, os.WNOHANG)
+print("child", signal.Signals(os.WTERMSIG(status)).name if done else "lives", flush=True)
+if not done:
+    os.kill(child, signal.SIGKILL)
 """
 
 
@@ -51,7 +55,12 @@ def test_a_process_that_sleeps_in_foreign_code_ends_and_says_where_it_was(signal
         assert "still in <module>" in errors
 
 
-def test_a_signal_to_a_forked_child_does_not_stop_its_parent() -> None:
-    process = subprocess.Popen([sys.executable, "-c", PATIENT], stdout=subprocess.PIPE, text=True)
-    output, _ = process.communicate(timeout=20)
-    assert output.split() == ["ready", "goes", "on"]
+@pytest.mark.parametrize(
+    ("signals", "end"), [(["SIGINT", "SIGINT"], "child lives"), (["SIGTERM"], "child SIGTERM")]
+)
+def test_a_forked_child_ends_at_sigterm_leaves_ctrl_c_to_its_parent_and_stops_it_at_neither(
+    signals: list[str], end: str
+) -> None:
+    script = f"signals = {signals}\n{PATIENT}"
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=20)
+    assert done.stdout.splitlines() == ["ready", "goes on", end]

@@ -39,12 +39,21 @@ class StopSignal:
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        # The pipe is this process's: a signal to a child that it forks is none to it.
-        os.register_at_fork(after_in_child=_forget_wakeup)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
         threading.Thread(target=self._watch, args=(read,), name="stop-signal", daemon=True).start()
         return self
+
+    def _leave_to_parent(self) -> None:
+        """In a child that was forked: a signal to it is none to the parent, and SIGTERM ends it.
+
+        Ctrl-C at a terminal reaches the children as well; the parent still needs them for its last step.
+        """
+        signal.set_wakeup_fd(-1)
+        for number, own in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, _ignore)):
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, own)
 
     def __call__(self) -> bool:
         """Whether this process should end."""
@@ -85,8 +94,8 @@ class StopSignal:
         os.kill(os.getpid(), signal.SIGALRM)
 
 
-def _forget_wakeup() -> None:
-    signal.set_wakeup_fd(-1)
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Unlike SIG_IGN, a program that the child becomes does not inherit it."""
 
 
 def tie_to_launcher() -> None:

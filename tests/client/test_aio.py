@@ -364,6 +364,22 @@ def test_a_client_whose_loop_is_over_can_be_closed_in_another(echo: Pool) -> Non
         asyncio.run(client.infer(x(1)))
 
 
+def test_a_client_whose_loop_ended_in_a_call_can_be_closed_in_another(folder: Path) -> None:
+    async def call() -> AsyncPolicyClient:
+        client = AsyncPolicyClient(f"ipc://{folder}/nobody")
+        calls.append(asyncio.get_running_loop().create_task(client.infer(x(1))))
+        await asyncio.sleep(0.05)
+        return client
+
+    calls: list[asyncio.Task[Any]] = []
+    loop = asyncio.new_event_loop()
+    client = loop.run_until_complete(call())
+    loop.close()
+    asyncio.run(client.close())
+    assert client._client._connection._link._socket.closed
+    calls[0]._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
 def test_asyncio_is_imported_by_those_who_use_it_only() -> None:
     script = """
 import sys

@@ -118,6 +118,22 @@ def test_a_part_that_waits_for_the_others_ends_at_a_signal(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_an_env_worker_whose_whole_group_gets_a_signal_in_a_step_ends_in_order(
+    pool: Pool, number: signal.Signals
+) -> None:
+    """As from a terminal, or from a service manager: its simulators' processes get it too."""
+    pool.start(policy="Balance")
+    simulator = [f"env.factory={TESTS / 'sims.py'}:Sleepy", "env.vectorization=async"]
+    placement = ["cluster.component_placement.env=0-0", "env.eval.total_num_envs=2"]
+    overrides = [*pool.overrides, *simulator, *placement]
+    pool.launcher.start("eval-0", ["start-env-worker", *overrides, "--mode=eval", "--rank=0"])
+    wait_for(lambda: pool.counters()["answered"] >= 2, f"steps: {pool.lines}")
+    os.killpg(pool.pid("eval-0"), number)
+    assert pool.wait_for_exit("eval-0") == 0, pool.lines
+    assert not any("failed in step" in line for line in pool.lines if "was stopped in" not in line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_busy_broker_and_a_busy_worker_end_at_a_signal(pool: Pool, number: signal.Signals) -> None:
     pool.start(seconds=0.5)
     requests = [pool.client(timeout=30).submit({"x": [[1.0]] * 2}) for _ in range(4)]

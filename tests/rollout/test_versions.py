@@ -199,3 +199,39 @@ def test_states_of_one_architecture_do_not_differ() -> None:
     state = biased_module().state_dict()
     assert state_difference(state, tensors(0.0)) == ""
     assert state_difference(state, state) == ""
+
+
+class Tells:
+    """Its `version` is what the test says; an exception is raised."""
+
+    def __init__(self, told):
+        self._told = told
+
+    @property
+    def version(self):
+        if isinstance(self._told, Exception):
+            raise self._told
+        return self._told
+
+    def infer(self, observation, eval_mask):
+        return observation
+
+
+@pytest.mark.parametrize("told", [7, np.int64(7), torch.tensor(7)], ids=repr)
+def test_a_policy_may_tell_its_version_by_any_int(told):
+    assert PolicyVersions(Tells(told)).version == 7
+
+
+@pytest.mark.parametrize(
+    "told", ["v2", -1, 2**63, float("nan"), torch.zeros(3), RuntimeError("not loaded")], ids=repr
+)
+def test_a_version_that_is_no_number_of_weights_is_told_as_0_and_warned_of_once(told, caplog):
+    versions = PolicyVersions(Tells(told))
+    assert [versions.version, versions.version] == [0, 0]
+    assert len(caplog.messages) == 1
+    assert "replies carry version 0" in caplog.text
+
+
+def test_a_policy_without_a_version_has_version_0(caplog):
+    assert PolicyVersions(Tells(None)).version == 0
+    assert not caplog.messages

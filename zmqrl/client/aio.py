@@ -154,7 +154,7 @@ class AsyncPolicyClient:
         future: asyncio.Future[None] = loop.create_future()
 
         def wake() -> None:
-            if not future.done():
+            if not future.done() and not loop.is_closed():
                 future.set_result(None)
 
         pending.call_when_ended(wake)

@@ -25,7 +25,7 @@ from zmqrl.transport.codec import decode_meta, encode_meta
 from zmqrl.transport.header import FLAG_LANE, FLAG_READS_LANE, HEADER_SIZE, Header, Op, unpack
 from zmqrl.transport.refusal import Refusal
 from zmqrl.transport.security import Keys
-from zmqrl.transport.sharedmem import Lane
+from zmqrl.transport.sharedmem import KEPT_S, Lane
 
 _REPLY = int(Op.REPLY)  # a member of an enum costs at every look
 
@@ -47,8 +47,8 @@ _SLOW_LINK = 10e6
 _RETRY_AFTER = 0.2
 """Seconds between two tries where the broker cannot take a request yet."""
 
-_AT_EASE = 60.0
-"""Seconds until somebody who awaits nothing need look again; a selector takes no infinite time."""
+_AT_EASE = KEPT_S
+"""Seconds until somebody who awaits nothing need look again: then shared memory is let go of."""
 
 _NO_REQUEST = Request(Header(Op.INFER), b"", [], float("inf"))
 """Never done: who awaits it reads all that has arrived."""
@@ -118,6 +118,9 @@ class Connection:
         """Wait until `request` has ended, but no longer than `until` (of `time.monotonic()`)."""
         until, suspicion = min(until, request.deadline), self._link.suspicion
         while not request.done:
+            if request.header.request_id not in self.requests:
+                self._end(request, error=ClientError("Ctrl-C came with the reply, which is lost"))
+                return
             now = wake = time.monotonic()
             if now < until:
                 wake = min(until, suspicion.due, min(r.look_at for r in self.requests.values()))
@@ -157,6 +160,7 @@ class Connection:
                 pause = min(wake - now, _AT_EASE)
             else:
                 self._link.suspicion.rest()
+                self._lane.look(time.monotonic())
             untold, self._untold = self._untold, False
             return 0.0 if untold else pause
 
@@ -273,9 +277,11 @@ class Connection:
         return kind(f"no reply{of} from {self.endpoint} within the timeout: {state}")
 
     def _end(self, request: Request, result: Any = None, error: Optional[ClientError] = None) -> None:
-        self.requests.pop(request.header.request_id, None)  # Ctrl-C may have broken off a call of this
-        if request.slot is not None:
-            self._lane.slots.give_back(request.slot, request.read_once)
+        # Ctrl-C may have broken off a call of this; by now the slot may be that of another request.
+        self.requests.pop(request.header.request_id, None)
+        slot, request.slot = request.slot, None
+        if slot is not None:
+            self._lane.slots.give_back(slot, request.read_once)
         if request.ended is None:
             self._untold = True
         request.end(result, error)

@@ -120,6 +120,10 @@ class EnvWorker:
             self._warn_of_a_success_key_that_never_came()
             return self.report.finished
         except (EnvironmentFailure, ClientError) as error:
+            if isinstance(error, EnvironmentFailure) and self._stop():
+                # A signal to the whole process group, as of systemd, ends the simulators' processes too.
+                log.info("%s was stopped in the middle of a step: %s", self.name, error)
+                return False
             raise _with_name(error, self.name) from error.__cause__
         finally:
             self._close()

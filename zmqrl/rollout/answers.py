@@ -32,7 +32,7 @@ from zmqrl.transport.header import (
     split_batch,
     unpack,
 )
-from zmqrl.transport.sharedmem import Lane
+from zmqrl.transport.sharedmem import Lane, Slot
 
 _RESULT = int(Op.RESULT)  # a member of an enum costs at every look, and to pack
 
@@ -89,6 +89,7 @@ class Answers:
         self._failures = Failures()
         self._max_message = max_message
         self._predict_s = 0.0  # spent in the policy for the batch in hand
+        self._lent: dict[int, Slot] = {}  # what its replies are in, by the slot of the request
 
     @property
     def keeps_states(self) -> bool:
@@ -106,6 +107,7 @@ class Answers:
             DecodeError: It is no batch.
         """
         self._predict_s = 0.0
+        self._lent.clear()
         shards: list[Shard] = []
         groups: dict[tuple[int, ...], list[Shard]] = {}
         replies: dict[int, list[Any]] = {}
@@ -145,6 +147,9 @@ class Answers:
         bounded = []
         for shard, reply in zip(shards, replies, strict=True):
             if len(reply[0]) > room + _ROOM_FOR_ERROR:
+                slot = self._lent.get(shard.entry.slot)
+                if slot is not None:
+                    self._lane.slots.give_back(slot, is_unread=True)
                 text = f"the replies of one batch are larger than {self._max_message >> 20} MiB"
                 reply = self._error(shard, "policy", text)
             room -= max(0, len(reply[0]) - _ROOM_FOR_ERROR)
@@ -229,6 +234,7 @@ class Answers:
             if shares and buffers:
                 buffers, slot = self._lane.place(buffers, borrowed=True, lends=shard.reads_lane)
                 if slot is not None:
+                    self._lent[shard.entry.slot] = slot
                     flags, meta = flags | FLAG_LANE, slot.descriptor + meta
             reply = shard.reply(meta, buffers, flags, encoded.signature, version, predict_us)
             replies[shard.entry.slot] = reply

@@ -99,9 +99,9 @@ class TensorPolicy:
         return getattr(self._function, "only_rows", None)
 
     @property
-    def version(self) -> int:
+    def version(self) -> Any:
         """The version of the weights, if the module tells one in an attribute `version`."""
-        return int(getattr(self._module, "version", 0))
+        return getattr(self._module, "version", 0)
 
     @property
     def example_observation(self) -> Any:

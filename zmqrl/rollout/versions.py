@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import time
 from typing import Any
 
@@ -42,8 +43,11 @@ class PolicyVersions:
         """Those that the policy has."""
         self._copy: Policy | None = None
         self._copy_holds: Weights | None = None
+        self._has_complained = False
         self.load_seconds = 0.0
         """Spent in loading weights, in all."""
+        if version is None and download is None:
+            self._own_version()  # what is wrong with it is said at start-up
 
     @property
     def device(self) -> Any:
@@ -63,7 +67,23 @@ class PolicyVersions:
     @property
     def version(self) -> int:
         """Of the weights that answer requests which are not pinned."""
-        return int(getattr(self._policy, "version", 0)) if self._version is None else self._version
+        return self._own_version() if self._version is None else self._version
+
+    def _own_version(self) -> int:
+        """What the policy tells; 0 where its `version` is something else, as libraries have it."""
+        told: Any = None
+        try:
+            told = getattr(self._policy, "version", None)
+            number = 0 if told is None else operator.index(told)
+        except Exception:  # it is the user's code, and may be a tensor of several numbers
+            number = -1
+        if 0 <= number < 2**63:
+            return number
+        if not self._has_complained:
+            self._has_complained = True
+            what = f"the int {told}" if isinstance(told, int) else f"a {type(told).__name__}"
+            log.warning("replies carry version 0: the policy's own is %s, not an int from 0 up", what)
+        return 0
 
     def load(self, weights: Weights) -> None:
         """Replace the weights.

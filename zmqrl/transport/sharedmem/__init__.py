@@ -26,6 +26,6 @@ Only Linux has memfds; elsewhere the lane is never open.
 from zmqrl.transport.sharedmem.descriptor import size_of
 from zmqrl.transport.sharedmem.lane import Lane
 from zmqrl.transport.sharedmem.reader import Reader
-from zmqrl.transport.sharedmem.slots import LEAST, Slot, Slots, proof
+from zmqrl.transport.sharedmem.slots import KEPT_S, LEAST, Slot, Slots, proof
 
-__all__ = ["LEAST", "Lane", "Reader", "Slot", "Slots", "proof", "size_of"]
+__all__ = ["KEPT_S", "LEAST", "Lane", "Reader", "Slot", "Slots", "proof", "size_of"]
