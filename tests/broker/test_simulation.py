@@ -135,6 +135,7 @@ def test_while_rollout_workers_are_the_limit_all_batches_are_full_and_all_wait_e
     assert hour.longest < 1.2 * CLIENTS / best, "a round of all"
 
 
+@pytest.mark.slow
 def test_with_the_automatic_cap_nobody_is_idle_and_nobody_waits_for_long():
     hour = Hour(CLIENTS, WORKERS, between(30, 90))
     expected, n = throughput(lambda rate, n: rate * (60 + batch_s(2 * n + 1)) + n)
@@ -165,6 +166,7 @@ def test_peers_that_die_cost_what_they_had_in_hand_and_nothing_else():
     assert hour.longest < 2 * CLIENTS / (WORKERS * 16 / batch_s(16))
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_ten_times_slower_costs_what_it_does_not_do_itself():
     hour = Hour(400, 4, between(5, 15), base=1.2, per_row=0.08, queue_size=16, slow={2: 10.0})
     batch = 1.2 + 0.08 * 16
@@ -181,6 +183,7 @@ def test_in_normal_mode_each_group_waits_for_its_slowest():
     assert 0.95 < min(hour.shares) <= max(hour.shares) < 1.05
 
 
+@pytest.mark.slow
 def test_with_homes_each_worker_and_its_clients_are_a_pool_of_their_own():
     hour = Hour(CLIENTS, WORKERS, between(30, 90), sticky=True)
     expected, _ = throughput(lambda rate, n: rate * 60 + 1.5 * WORKERS * n)

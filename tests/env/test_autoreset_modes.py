@@ -60,7 +60,7 @@ def transitions(shard: ShardEnv, steps: int) -> list[list[Any]]:
     ("simulator", "limit", "steps"),
     [
         ({"id": "CartPole-v1"}, 17, 90),
-        ({"id": "gymnasium_robotics:FetchReach-v4"}, 6, 20),
+        pytest.param({"id": "gymnasium_robotics:FetchReach-v4"}, 6, 20, marks=pytest.mark.slow),
         pytest.param({"factory": f"{SIMS}:LongTail"}, None, 120, marks=pytest.mark.slow),
     ],
     ids=["CartPole", "FetchReach", "LongTail"],

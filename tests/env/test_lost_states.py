@@ -43,6 +43,7 @@ def test_a_policy_knows_in_every_autoreset_mode_when_episodes_begin(
     assert pool.counters()["errors"] == 0
 
 
+@pytest.mark.slow
 def test_the_module_of_the_docs_plays_alike_wherever_its_states_are(pool: Pool, folder: Path) -> None:
     page = (TESTS.parent / "docs" / "policies.md").read_text()
     code = page.split("## Policies with memory")[1].split("```python\n")[1].split("```")[0]

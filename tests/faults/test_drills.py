@@ -18,9 +18,12 @@ from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
 SLOW = {
     "another-protocol-version",
     "client-restarted",
+    "clients-killed",
     "clients-cut-off",
     "half-the-clients-killed-normal-mode",
     "learner-killed",
+    "network-cut",
+    "nonsense-at-every-socket",
     "oversized-frames",
     "policy-stuck-everywhere",
     "start-orders",

@@ -104,7 +104,11 @@ def idle(folder: Path) -> dict[str, tuple[list[str], str]]:
     }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=lambda number: number.name,
+)
 @pytest.mark.parametrize("part", idle(Path()))
 def test_a_part_that_waits_for_the_others_ends_at_a_signal(
     pool: Pool, folder: Path, part: str, number: signal.Signals

@@ -163,6 +163,7 @@ def test_a_whole_evaluation_runs_with_keys(folder: Path, keys: str) -> None:
     assert result["broker/requests"] > 0, "the runner reads the status"
 
 
+@pytest.mark.slow
 def test_a_whole_training_runs_with_keys(folder: Path, keys: str) -> None:
     pytest.importorskip("torchrl")
     done = subprocess.run(

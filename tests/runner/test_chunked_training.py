@@ -41,6 +41,7 @@ def test_a_training_in_chunks_runs_and_counts_steps_of_the_simulators(
         assert result["achieved_updates_per_env_step"] == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.slow
 def test_chunks_of_a_discrete_action_end_the_training_with_the_reason(folder: Path) -> None:
     run = Training(folder, *PPO, *SMALL, "env.id=CartPole-v1", "env.num_action_chunks=2")
     assert run.wait() == 2, run.text()

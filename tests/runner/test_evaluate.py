@@ -67,6 +67,7 @@ def test_pipeline_stages_play_the_same_episodes(folder: Path) -> None:
     assert run.result()["eval/episode_len"] == 10
 
 
+@pytest.mark.slow
 def test_fixed_reset_states_give_the_same_returns_in_both_modes(folder: Path) -> None:
     returns = []
     for decoupled in (True, False):
@@ -299,6 +300,7 @@ def test_a_run_can_use_tcp_endpoints(folder: Path, free_ports: list[int]) -> Non
     assert run.wait() == 0, run.text()
 
 
+@pytest.mark.slow
 def test_the_status_of_a_run_is_found_by_its_configuration(folder: Path) -> None:
     simulator = [f"{SIM}:make", "env.kwargs.hang_in_step_at=3", "cluster.component_placement.env=0-1"]
     run = Run(folder, *simulator)

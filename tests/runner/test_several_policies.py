@@ -61,6 +61,7 @@ def test_each_env_worker_acts_as_its_policy_and_the_results_are_split(
     assert [word for word in line.split() if "%" in word] == ["71.4%", "100.0%", "0.0%"]
 
 
+@pytest.mark.slow
 def test_a_policy_twice_with_other_arguments_plays_the_same_start_states(folder: Path) -> None:
     balance = f"policy: '{POLICIES}:Balance'"
     evaluation = run(

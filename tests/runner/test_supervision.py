@@ -58,7 +58,11 @@ def kill_lives(run: Run | Training, count: int, *words: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [("start-broker", "broker"), ("start-rollout-worker", "rollout-0"), ("start-env-worker", "eval-0")],
+    [
+        ("start-broker", "broker"),
+        pytest.param("start-rollout-worker", "rollout-0", marks=pytest.mark.slow),
+        pytest.param("start-env-worker", "eval-0", marks=pytest.mark.slow),
+    ],
 )
 @BOTH_MODES
 def test_an_evaluation_is_complete_although_a_part_is_killed(
@@ -274,6 +278,7 @@ def test_what_became_a_bad_configuration_meanwhile_is_not_tried_again(
     assert run.text().count("; restart ") == 1
 
 
+@pytest.mark.slow
 def test_without_restarts_the_others_go_on_until_none_is_left(folder: Path) -> None:
     run = Training(
         folder,
@@ -296,6 +301,7 @@ def test_without_restarts_the_others_go_on_until_none_is_left(folder: Path) -> N
     assert "; restart " not in run.text()
 
 
+@pytest.mark.slow
 def test_a_rollout_worker_that_is_told_to_leave_has_retired_and_is_not_started_again(
     folder: Path, broker: StatusClient
 ) -> None:

@@ -38,7 +38,11 @@ def balanced(result: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [PPO, pytest.param(PPO_IN_A_BOX, marks=pytest.mark.slow), SAC],
+    [
+        PPO,
+        pytest.param(PPO_IN_A_BOX, marks=pytest.mark.slow),
+        pytest.param(SAC, marks=pytest.mark.slow),
+    ],
     ids=["ppo", "box", "sac"],
 )
 def test_a_training_runs_to_its_end_and_accounts_for_every_trajectory(
@@ -154,7 +158,12 @@ def test_a_stopped_training_goes_on_where_it_was(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", ["start", pytest.param("steps", marks=pytest.mark.slow), "evaluation"]
+    "moment",
+    [
+        "start",
+        pytest.param("steps", marks=pytest.mark.slow),
+        pytest.param("evaluation", marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c_ends_a_training_within_ten_seconds_and_leaves_nobody(folder: Path, moment: str) -> None:
     run = Training(
@@ -197,6 +206,7 @@ def test_a_training_that_is_stopped_before_its_first_step_leaves_an_earlier_one_
     assert curve.read_text() == "of an earlier run"
 
 
+@pytest.mark.slow
 def test_discrete_actions_are_refused_by_sac_with_its_reason(folder: Path) -> None:
     run = Training(folder, *SMALL, *SAC, "env.id=CartPole-v1")
     assert run.wait() == 2
@@ -204,7 +214,8 @@ def test_discrete_actions_are_refused_by_sac_with_its_reason(folder: Path) -> No
     assert "discrete" in run.text().lower()
 
 
-@pytest.mark.parametrize("what", ["observation", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["observation", "reward"])
 def test_a_number_that_is_none_costs_its_trajectory_and_training_goes_on(
     folder: Path, what: str
 ) -> None:
@@ -256,6 +267,7 @@ def test_a_simulator_that_always_raises_ends_the_run_with_the_cause(folder: Path
     assert "cluster.max_restarts" in run.text()
 
 
+@pytest.mark.slow
 def test_a_learner_that_hangs_ends_the_run_with_its_name(folder: Path) -> None:
     run = Training(folder, *COUNTING, "runner.stall_timeout_s=3")
     run.wait_for_record("env_steps", 50)
