@@ -149,7 +149,7 @@ def assert_the_same(chunked: Any, plain: Any) -> None:
         ["env.id=CartPole-v1"],
         ["env.id=gymnasium_robotics:FetchReachDense-v4", "env.eval.max_episode_steps=10"],
         [f"env.factory={TESTS / 'sims.py'}:make", "env.kwargs.length=5"],
-        ["env.id=CartPole-v1", "env.vectorization=async"],
+        pytest.param(["env.id=CartPole-v1", "env.vectorization=async"], marks=pytest.mark.slow),
     ],
     ids=["cartpole", "fetch", "counter", "async"],
 )

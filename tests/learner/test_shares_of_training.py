@@ -53,9 +53,10 @@ def test_a_fast_env_worker_has_no_more_than_the_cap_in_all_its_stages(folder: Pa
 
 @pytest.mark.parametrize(
     ("workers", "share"),
-    [pytest.param(1, 0.5, marks=pytest.mark.slow), (2, 0.6)],
+    [(1, 0.5), (2, 0.6)],
     ids=["one barrier", "a barrier for each"],
 )
+@pytest.mark.slow
 def test_in_normal_mode_a_barrier_makes_shares_equal_and_a_cap_is_for_those_at_several(
     folder: Path, workers: int, share: float
 ) -> None:

@@ -18,7 +18,13 @@ COMMANDS = [block for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S) if "bi
 FILES = dict(re.findall(r"```\w+\n# (\w+\.\w+)\n(.*?)```", PAGE, re.S))
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] * (number % 2), id=str(number))
+        for number, command in enumerate(COMMANDS)
+    ],
+)
 def test_a_command_of_the_page_works_in_an_empty_folder(command: str, tmp_path: Path) -> None:
     name = "envpool" if "envpool" in command else "maniskill" if "mani_skill" in command else ""
     if name == "maniskill" and shutil.which("nvidia-smi") is None:
