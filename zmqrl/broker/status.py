@@ -64,7 +64,7 @@ class StatusClient:
                 continue
         return None
 
-    def raise_refusal(self, timeout: float = 1.0) -> None:
+    def raise_refusal(self, timeout: float = 3.0) -> None:
         """Look whether keys are the reason that the broker does not answer.
 
         Args:
