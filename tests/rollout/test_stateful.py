@@ -13,7 +13,7 @@ from zmqrl.rollout.download import Weights
 from zmqrl.rollout.inference import Inference
 from zmqrl.rollout.loading import as_policy, load_policy
 from zmqrl.rollout.policy import TensorPolicy, keeps_state
-from zmqrl.rollout.stateful import Memory, States, are_apart, split_off
+from zmqrl.rollout.stateful import Memory, States, are_apart, split_off, turns
 from zmqrl.rollout.versions import PolicyVersions
 from zmqrl.transport.codec import decode, encode
 
@@ -404,3 +404,13 @@ def make():
     torch.compiler.reset()
     return torch.compile(Recurrent(), backend=backend, dynamic=False)
 """
+
+
+def test_requests_about_one_row_take_turns_in_their_order_however_many_there_are() -> None:
+    memories = [
+        memory(ids, [0] * len(ids), [True] * len(ids)) for ids in ([1, 2], [3], [2, 4], [4], [1])
+    ]
+    names = ["12", "3", "24", "4", "1"]
+    assert turns(names, [*memories]) == [["12", "3"], ["24", "1"], ["4"]]
+    many = [memory([number], [0], [True]) for number in range(3000)]
+    assert turns(range(3001), [*many, many[-1]]) == [list(range(3000)), [3000]]

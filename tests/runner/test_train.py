@@ -286,12 +286,17 @@ def test_trajectories_of_which_none_is_of_use_end_the_run_with_the_cause(folder:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_does_not_end_training(folder: Path) -> None:
+def test_what_cannot_be_written_does_not_end_training_but_the_last_checkpoint_is_an_error(
+    folder: Path,
+) -> None:
     run = Training(folder, *COUNTING, "runner={max_env_steps: 600, save_interval: 20}", name="full")
     wait_for(lambda: run.folder.exists(), "the run folder")
     (run.folder / "checkpoints").write_text("in the way")
-    assert run.wait() == 0, run.text()
-    assert "cannot be written" in run.text()
+    (run.folder / "learning_curve.png").mkdir()
+    assert run.wait() == 1, run.text()
+    assert "cannot be written: " in run.text()
+    assert "learning_curve.png cannot be written" in run.text()
+    assert "what was learned since the one before it is lost" in run.text().splitlines()[-1]
     assert run.result()["env_steps"] >= 600
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from zmqrl.telemetry.curve import draw, read
+from zmqrl.telemetry.curve import draw, part_of, read
 from zmqrl.telemetry.metrics import Metrics
 
 BLUE, ORANGE = (0, 114, 178), (230, 159, 0)
@@ -131,3 +131,14 @@ def test_a_cut_last_line_is_no_record(tmp_path: Path) -> None:
     )
     path.write_bytes(text.encode()[:-3])  # in the middle of a character
     assert read(path) == [{"env_steps": 1}]
+
+
+def test_a_part_of_each_record_is_enough_for_the_picture(tmp_path: Path) -> None:
+    records: list[Metrics] = [evaluation(1000 * i, i / 10, -50.0 + 5 * i) for i in range(11)]
+    for step in range(0, 10_000, 500):
+        train = {"env/return": step / 100, "env/success_once": 0.5, "train/loss": 1.0, "wall_s": step}
+        records.append({"env_steps": step, **train})
+    draw(records, tmp_path / "whole.png", "SAC")
+    draw([part_of(record) for record in records], tmp_path / "part.png", "SAC")
+    assert (tmp_path / "whole.png").read_bytes() == (tmp_path / "part.png").read_bytes()
+    assert len(part_of(records[-1])) == 4

@@ -171,6 +171,17 @@ def test_reports_arrive_as_they_were_sent(folder: Path) -> None:
     collector.close()
 
 
+def test_a_worker_without_an_end_keeps_its_latest_episodes_only() -> None:
+    reporter, whole = Reporter(None, keeps=10), Reporter(None)
+    for number in range(1000):
+        for one in (reporter, whole):
+            one.add(episode(number, 1.0, 1, number == 5 or None, None))
+    assert (reporter.count, reporter.told_success) == (1000, True)
+    assert 10 <= len(reporter.episodes) <= 20
+    assert reporter.episodes[-1].env == 999
+    assert len(whole.episodes) == 1000
+
+
 def test_episodes_wait_for_a_collector_that_comes_later(folder: Path) -> None:
     endpoint = f"ipc://{folder}/report"
     reporter = Reporter(endpoint)

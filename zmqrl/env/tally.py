@@ -42,7 +42,7 @@ class Tally:
         self._report.delays = self._delays.metrics()
         self._reporter.send(self._report)
         if not self._reporter.has_runner and not now:
-            steps, episodes = self.totals.env_steps, len(self._reporter.episodes)
+            steps, episodes = self.totals.env_steps, self._reporter.count
             waiting = "" if self._report.began else f", waiting for actions from {self._broker}"
             log.info("%d steps, %d episodes%s", steps, episodes, waiting)
 

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 _Error = TypeVar("_Error", bound=ZmqrlError)
 
+_KEPT = 10_000
+"""Episodes that a worker without an end of its own keeps for its summary."""
+
 _ORDER_WITHIN = 0.25
 """Seconds to wait for an order before it is looked whether to go on."""
 
@@ -74,7 +77,8 @@ class EnvWorker:
             raise _with_name(error, self.name) from error.__cause__
         # After the simulators: some of them fork, which a ZeroMQ context must not live through.
         keys = config.security.keys_of("client")
-        self.reporter = Reporter(config.runner.report, keys)
+        has_an_end = mode == "eval" and not on_demand
+        self.reporter = Reporter(config.runner.report, keys, None if has_an_end else _KEPT)
         self._client = PolicyClient(
             config.broker.frontend or sockets.local_endpoint("frontend"),
             timeout=config.env.request_timeout_s,
@@ -167,8 +171,8 @@ class EnvWorker:
             stage.shard.close()
 
     def _warn_of_a_success_key_that_never_came(self) -> None:
-        key, episodes = self._success_key, self.reporter.episodes
-        if key is not None and episodes and all(e.success_once is None for e in episodes):
+        key = self._success_key
+        if key is not None and self.reporter.count and not self.reporter.told_success:
             log.warning("env.success_key is %r, but the simulator never reported it", key)
 
     def _make_trajectories(self, config: Config, learner: str, links: LinkEmulation) -> Trajectories:

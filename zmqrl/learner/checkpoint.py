@@ -72,6 +72,22 @@ def save(folder: Path, step: int, actor: dict[str, Any], state: dict[str, Any]) 
     return final
 
 
+def check(name: str, content: Any) -> None:
+    """Whether a checkpoint can hold something.
+
+    Args:
+        name: What it is, for the error.
+        content: The thing.
+
+    Raises:
+        CheckpointError: Something in it could not be read again; names it.
+    """
+    try:
+        _check_plain(content, name)
+    except TypeError as error:
+        raise CheckpointError(str(error)) from None
+
+
 def find(path: Path) -> Path:
     """The checkpoint that `path` means: itself, or the newest in a run's folder.
 

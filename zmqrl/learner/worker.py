@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from zmqrl.config import Config
-from zmqrl.errors import CheckpointError, DataError, RunFailed
+from zmqrl.errors import CheckpointError, ConfigError, DataError, RunFailed
 from zmqrl.learner import checkpoint
 from zmqrl.learner.algorithm import Algorithm, Update, make_algorithm
 from zmqrl.learner.gate import Progress, gate_of
@@ -92,13 +93,14 @@ class LearnerWorker:
 
         Raises:
             ConfigError: The algorithm cannot do with the simulators.
-            RunFailed: A loss is not finite, or receiving failed.
+            RunFailed: A loss is not finite, receiving failed, or the last checkpoint cannot be written.
         """
         try:
             spaces = self._wait_for_spaces()
             if spaces is None:
                 return
             algorithm = make_algorithm(spaces, self._config)
+            self._check(algorithm)
             self._restore(algorithm)
             self._publish(algorithm)
             while not self._stop() and not self._is_over():
@@ -106,11 +108,13 @@ class LearnerWorker:
             if self._is_over():
                 self._finish(algorithm)
             self._take_the_last(algorithm)
-            self._save(algorithm)
+            self._save(algorithm, is_last=True)
         finally:
-            self._tell(now=True)
-            self._reporter.close()
-            self._port.close()
+            try:
+                self._tell(now=True)
+            finally:
+                self._reporter.close()
+                self._port.close()
 
     # -- The loop
 
@@ -171,7 +175,13 @@ class LearnerWorker:
             log.warning("a trajectory is dropped: %s", why)
 
     def _count(self, algorithm: Algorithm, update: Update) -> None:
-        self._updates += update.updates
+        try:
+            self._updates += operator.index(update.updates)
+        except (AttributeError, TypeError):
+            raise RunFailed(
+                f"the algorithm's update() returned {update!r:.200}; it must return None, or an Update "
+                "whose updates are an int"
+            ) from None
         self._metrics.update(_numbers(update.metrics))
         if not update.ends_step:
             return
@@ -262,7 +272,7 @@ class LearnerWorker:
         while self._take(algorithm, 0.2) and time.monotonic() < until:
             pass
 
-    def _save(self, algorithm: Algorithm) -> None:
+    def _save(self, algorithm: Algorithm, is_last: bool = False) -> None:
         now = (self._step, self._updates, self._env_steps)
         if self._saved == now:
             return
@@ -283,11 +293,31 @@ class LearnerWorker:
         try:
             path = checkpoint.save(self._folder, self._step, actor, state)
         except CheckpointError as error:
+            if is_last:
+                raise RunFailed(f"{error}; what was learned since the one before it is lost") from error
             log.error("%s; training goes on", error)
             return
         self._saved = now
         self._metrics["time/actor/checkpoint"] = time.perf_counter() - begin
         log.info("checkpoint %s", path)
+
+    def _check(self, algorithm: Algorithm) -> None:
+        """Find out now what would show with the first trajectory, or with the first checkpoint.
+
+        Raises:
+            ConfigError: The algorithm lacks something, or its state cannot be saved.
+        """
+        chosen = self._config.algorithm
+        try:
+            bool(algorithm.on_policy)
+            checkpoint.check("actor.state_dict()", dict(algorithm.actor.state_dict()))
+            checkpoint.check("state_dict()", algorithm.state_dict())
+        except AttributeError as error:
+            raise ConfigError(f"the algorithm {chosen.factory or chosen.name}: {error}") from error
+        except CheckpointError as error:
+            raise ConfigError(
+                f"the algorithm {chosen.factory or chosen.name} cannot be saved: {error}"
+            ) from None
 
     def _restore(self, algorithm: Algorithm) -> None:
         """Go on from the checkpoint, if there is one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Callable, Dict, Optional, Protocol
 
 from zmqrl.recording.recording import Recording
@@ -38,6 +39,7 @@ class Recorder:
 
     Raises:
         EndpointError: The endpoint is malformed.
+        ValueError: The vector env does not tell when it begins the next episode.
     """
 
     def __init__(
@@ -129,8 +131,28 @@ def _action_space_of(envs: Any) -> Any:
 
 
 def _autoreset_of(envs: Any) -> str:
-    """How a Gymnasium vector env begins the next episode; what is none leaves it to the caller."""
+    """How a vector env begins the next episode; what is none leaves it to the caller.
+
+    Gymnasium before 1.0 resets in the same step, 1.0 in the next one, and from 1.1 on it tells; the
+    simulators of Isaac Lab (which count in `episode_length_buf`) reset in the same step.
+
+    Raises:
+        ValueError: It cannot be known.
+    """
     if not hasattr(envs, "single_action_space"):
         return "disabled"
-    mode = getattr(envs, "metadata", {}).get("autoreset_mode")
-    return "next_step" if mode is None else str(getattr(mode, "name", mode)).lower()
+    mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
+    if mode is not None:
+        return str(getattr(mode, "name", mode)).lower()
+    if hasattr(envs, "episode_length_buf"):
+        return "same_step"
+    libraries = {kind.__module__.partition(".")[0] for kind in type(envs).__mro__}
+    if "gymnasium" in libraries:
+        version = str(getattr(sys.modules["gymnasium"], "__version__", ""))
+        return "same_step" if version.startswith("0.") else "next_step"
+    if "gym" in libraries:
+        return "same_step"
+    raise ValueError(
+        f"{type(envs).__name__} does not tell when it begins the next episode: set "
+        "envs.metadata = {'autoreset_mode': 'same_step'}, or 'next_step', or 'disabled'"
+    )

@@ -15,7 +15,7 @@ from zmqrl.rollout.failures import Failures
 from zmqrl.rollout.inference import Inference
 from zmqrl.rollout.replies import ReplyEncoder
 from zmqrl.rollout.shard import Shard
-from zmqrl.rollout.stateful import NO_MEMORY, Recall, States, are_apart
+from zmqrl.rollout.stateful import NO_MEMORY, Recall, States, are_apart, turns
 from zmqrl.rollout.versions import PolicyVersions
 from zmqrl.transport.codec import Encoded
 from zmqrl.transport.header import (
@@ -163,7 +163,10 @@ class Answers:
             return {shard.entry.slot: self._later(shard, version) for shard in shards}
         if self._states is not None and len(shards) > 1 and not are_apart(s.memory for s in shards):
             # A request that came twice: the second is answered with what was kept of the first.
-            return {**self._answer(shards[:1]), **self._answer(shards[1:])}
+            in_turns: dict[int, list[Any]] = {}
+            for turn in turns(shards, [shard.memory for shard in shards]):
+                in_turns.update(self._answer(turn))
+            return in_turns
         try:
             recall = None
             if self._states is not None:

@@ -10,7 +10,7 @@ Nothing is kept before a call, the check of its output, and its encoding have su
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -92,6 +92,28 @@ def are_apart(memories: Iterable[Memory | None]) -> bool:
     """Whether no two of some requests are about the same row."""
     keys = [key for memory in memories if memory is not None for key in memory.keys]
     return len(set(keys)) == len(keys)
+
+
+_T = TypeVar("_T")
+
+
+def turns(requests: Sequence[_T], memories: Sequence[Memory | None]) -> list[list[_T]]:
+    """Some requests, in as many groups as needed for none to have two about the same row.
+
+    Args:
+        requests: In their order; those about one row keep it.
+        memories: Of each.
+    """
+    groups: list[list[_T]] = []
+    begun: dict[bytes, int] = {}  # by row, the first group that comes after its latest request
+    for request, memory in zip(requests, memories, strict=True):
+        keys = [] if memory is None else memory.keys
+        number = max((begun.get(key, 0) for key in keys), default=0)
+        if number == len(groups):
+            groups.append([])
+        groups[number].append(request)
+        begun.update(dict.fromkeys(keys, number + 1))
+    return groups
 
 
 _FIELDS: tuple[tuple[str, type, tuple[int, ...]], ...] = (

@@ -132,12 +132,20 @@ class Launcher:
             _end(child)
         _join_readers(list(self.children.values()))
 
-    def close(self, first: Sequence[str] = (), meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Stop all children, as `stop` does, and free what they held."""
+    def close(
+        self, first: Sequence[str] = (), meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, str]:
+        """Stop all children, as `stop` does, and free what they held.
+
+        Returns:
+            By name, the cause of those that ended with an error.
+        """
         self.stop([name for name in first if name in self.children], meanwhile)
         for child in self.children.values():
             os.close(child.pipe)
+        failed = [child for child in self.children.values() if (child.process.returncode or 0) > 0]
         self.children.clear()
+        return {child.name: child.cause() for child in failed}
 
     def __enter__(self) -> Launcher:
         return self

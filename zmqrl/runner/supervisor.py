@@ -236,10 +236,12 @@ class Supervisor:
         part.gone, part.due = True, None
         self._launcher.kill(part.name)
 
-    def close(self, first: Sequence[Kind], meanwhile: Callable[[], None] = lambda: None) -> None:
+    def close(
+        self, first: Sequence[Kind], meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, str]:
         """End all parts, those of the kinds `first` before the others; see `Launcher.close`."""
         early = [part.name for part in self._parts.values() if part.kind in first]
-        self._launcher.close(early, meanwhile)
+        return self._launcher.close(early, meanwhile)
 
     def _launch(self, part: Part) -> None:
         part.due, part.why, part.silent_s = None, None, 0.0

@@ -100,12 +100,14 @@ def _train_in(
         files.close()
     if failure is None and stop():
         failure = RunFailed(f"stopped by {stop.reason}")
+    if failure is None and run.learner_failure:
+        failure = RunFailed(run.learner_failure)
     if not run.stepped:
         folder.give_back()
         if failure is not None:
             raise failure
     metrics = run.last_metrics()
-    curve.draw(run.records, folder.path / "learning_curve.png", logger.experiment_name)
+    run.draw()
     if json_file is not None:
         json_file.write_text(json.dumps(finite(metrics), indent=2) + "\n", encoding="utf-8")
     console.print(f"{run.ending or 'broken off'}; written to {folder.path}", style="dim", markup=False)
@@ -178,6 +180,8 @@ class Training:
         self.records = records
         self.ending = ""
         """Why the run ended, in words."""
+        self.learner_failure = ""
+        """Why the learner did not end well when it was told to, which it does by a last checkpoint."""
         self._config = config
         self._folder = folder
         self._stop = stop
@@ -189,6 +193,7 @@ class Training:
         self._warned = self._began
         self._first_share: float | None = None
         self._reached = 0
+        self._has_complained = False
         security = config.security
         keys = security.keys_of("server")  # this process watches over the pool as part of the server
         self._collector = Collector(config.runner.report, keys, security.insecure)
@@ -216,7 +221,8 @@ class Training:
         """End all processes, and free what this one holds."""
         self._progress.sample(self._broker.ask(0.5))
         # Env workers first: the learner is there for the last trajectories.
-        self._parts.close(first=[Kind.ENV, Kind.EVAL], meanwhile=lambda: self._collect(0.0))
+        failed = self._parts.close(first=[Kind.ENV, Kind.EVAL], meanwhile=lambda: self._collect(0.0))
+        self.learner_failure = failed.get("learner", "")
         self._collect(0.1)
         self._log(self.last_metrics())
         self._view.update(self.last_metrics(), None, None)
@@ -228,6 +234,16 @@ class Training:
     def stepped(self) -> bool:
         """Whether any simulator has made a step."""
         return self._progress.stepping()
+
+    def draw(self) -> None:
+        """Draw the learning curve; a run is not ended by a picture that cannot be written."""
+        path = self._folder / "learning_curve.png"
+        try:
+            curve.draw(self.records, path, self._config.runner.logger.experiment_name)
+        except Exception as error:  # a full disk, or whatever matplotlib meets
+            if not self._has_complained:
+                self._has_complained = True
+                log.warning("%s cannot be written: %s; the run goes on", path, error)
 
     def last_metrics(self) -> Metrics:
         """All metrics, as they are now."""
@@ -336,7 +352,7 @@ class Training:
             self._log(metrics)
         if now >= self._drawn + _DRAW_EVERY and self.records:
             self._drawn = now
-            curve.draw(self.records, self._folder / "learning_curve.png", self._folder.name)
+            self.draw()
 
     def _log(self, metrics: Metrics) -> None:
         """Write a record of the moment; the results of evaluations stand in their own records."""
@@ -350,7 +366,7 @@ class Training:
         self._write({"env_steps": evaluation["eval/env_steps"], **times, **evaluation})
 
     def _write(self, record: Metrics) -> None:
-        self.records.append(record)
+        self.records.append(curve.part_of(record))
         self._files.log(record, int(_number(record["env_steps"])))
 
     def _share(self, metrics: Metrics) -> float | None:

@@ -25,6 +25,8 @@ _EVALUATION, _TRAINING, _GRID, _INK = "#0072B2", "#E69F00", "#DDDDDD", "#333333"
 """Blue and orange of Okabe and Ito's palette, which colour-blind people tell apart."""
 
 
+_DRAWN = frozenset({"env_steps", "wall_s", "env/success_once", "env/return"})
+
 _TITLE = 70
 """Characters of a title that fit beside the legend."""
 
@@ -44,6 +46,11 @@ def read(path: Path) -> list[Metrics]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def part_of(record: Metrics) -> Metrics:
+    """What `draw` needs of a record: a run of days has many of them."""
+    return {key: value for key, value in record.items() if key in _DRAWN or key.startswith("eval/")}
 
 
 def draw(records: Sequence[Metrics], path: Path, title: str) -> None:

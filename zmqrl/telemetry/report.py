@@ -220,11 +220,17 @@ class Reporter:
     Args:
         endpoint: Where the runner listens; None if there is no runner.
         keys: Of a client, or the server's.
+        keeps: Of the latest episodes, for a summary of one's own; None for all.
     """
 
-    def __init__(self, endpoint: str | None, keys: Keys | None = None) -> None:
+    def __init__(self, endpoint: str | None, keys: Keys | None = None, keeps: int | None = None) -> None:
         self.episodes: list[Episode] = []
-        """All episodes, for the env worker's own summary."""
+        """The latest episodes, for the env worker's own summary."""
+        self.count = 0
+        """Of all episodes."""
+        self.told_success = False
+        """Whether one of them told whether it was a success."""
+        self._keeps = keeps
         self._unsent: list[Episode] = []
         self._sent = float("-inf")
         self._socket: zmq.Socket[bytes] | None = None
@@ -235,7 +241,11 @@ class Reporter:
 
     def add(self, episode: Episode) -> None:
         """Note a finished episode for the next report."""
+        self.count += 1
+        self.told_success |= episode.success_once is not None
         self.episodes.append(episode)
+        if self._keeps is not None and len(self.episodes) > 2 * self._keeps:
+            del self.episodes[: len(self.episodes) - self._keeps]
         self._unsent.append(episode)
 
     @property
