@@ -41,7 +41,11 @@ def chunks_of(env: int, envs: int, size: int, sub_steps: int, count: int) -> lis
 
 CASES = pytest.mark.parametrize(
     ("size", "sub_steps", "vectorization", "stages"),
-    [(4, 1, "sync", 1), (4, 3, "async", 2), (6, 6, "sync", 2)],
+    [
+        (4, 1, "sync", 1),
+        pytest.param(4, 3, "async", 2, marks=pytest.mark.slow),
+        pytest.param(6, 6, "sync", 2, marks=pytest.mark.slow),
+    ],
 )
 
 

@@ -22,7 +22,7 @@ def env_worker(pool: Pool, *overrides: str, mode: str = "eval", rank: int = 0) -
 
 
 @pytest.mark.parametrize("autoreset", ["disabled", "next_step", "same_step"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_env_plays_its_episodes_in_every_autoreset_mode(
     pool: Pool, autoreset: str, stages: int
 ) -> None:

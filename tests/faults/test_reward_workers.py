@@ -115,7 +115,7 @@ def expected(trajectory: Trajectory) -> np.ndarray:
         (True, "step", "disabled"),
         pytest.param(True, "terminal", "next_step", marks=pytest.mark.slow),
         pytest.param(False, "step", "next_step", marks=pytest.mark.slow),
-        (False, "terminal", "disabled"),
+        pytest.param(False, "terminal", "disabled", marks=pytest.mark.slow),
     ],
 )
 def test_the_rewards_of_trajectories_are_the_models(
@@ -155,6 +155,7 @@ def test_an_episode_that_is_cut_off_has_its_reward_too(pool: Pool, learner: Lear
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_a_slow_reward_model_does_not_slow_the_actions_down(pool: Pool, learner: Learner) -> None:
     start(pool, seconds=0.5)
     # An episode takes 0.6 s, so the model can keep pace; but nobody waits for it.

@@ -103,7 +103,8 @@ def test_envs_in_parallel_get_the_same_chunks_of_actions_as_in_series(
     assert min(served) > 0
 
 
-@pytest.mark.parametrize("affinity", [STICKY, pytest.param(NONE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("affinity", [STICKY, NONE])
 def test_a_network_gives_envs_in_parallel_nearly_the_chunks_that_it_gives_in_series(
     counting: Pool, affinity: str
 ) -> None:

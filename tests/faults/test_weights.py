@@ -203,7 +203,7 @@ def test_every_reply_tells_the_version_that_made_it_although_a_publication_is_da
 
 @pytest.mark.parametrize(
     ("frame", "at"),
-    [(0, 8), (0, 48), (0, 60)],
+    [pytest.param(0, 8, marks=pytest.mark.slow), (0, 48), pytest.param(0, 60, marks=pytest.mark.slow)],
     ids=["request id", "version", "notes"],
 )
 def test_a_flipped_byte_anywhere_in_the_weights_changes_no_version(

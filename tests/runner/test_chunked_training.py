@@ -17,9 +17,8 @@ SAC = ["algorithm={name: sac, updates_per_env_step: 0.25, update_epoch: 4}"]
 PPO = ["algorithm={name: ppo, update_epoch: 2}"]
 
 
-@pytest.mark.parametrize(
-    "algorithm", [SAC, pytest.param(PPO, marks=pytest.mark.slow)], ids=["sac", "ppo"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [SAC, PPO], ids=["sac", "ppo"])
 def test_a_training_in_chunks_runs_and_counts_steps_of_the_simulators(
     folder: Path, algorithm: list[str]
 ) -> None:

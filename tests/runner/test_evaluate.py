@@ -88,6 +88,7 @@ def test_fixed_reset_states_give_the_same_returns_in_both_modes(folder: Path) ->
     assert 5 < returns[0] < 400
 
 
+@pytest.mark.slow
 @BOTH_MODES
 def test_every_episode_is_counted_although_a_rollout_worker_is_killed(
     folder: Path, decoupled: bool
@@ -108,6 +109,7 @@ def test_every_episode_is_counted_although_a_rollout_worker_is_killed(
     assert "rollout-0 was killed by SIGKILL" in run.text()
 
 
+@pytest.mark.slow
 @BOTH_MODES
 def test_the_others_go_on_although_half_of_the_env_workers_are_killed(
     folder: Path, decoupled: bool
@@ -209,7 +211,7 @@ def test_an_env_that_raises_ends_its_worker_and_the_text_names_it(folder: Path) 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["env.id=NoSuchEnv-v0"], "NoSuchEnv"),
+        pytest.param(["env.id=NoSuchEnv-v0"], "NoSuchEnv", marks=pytest.mark.slow),
         pytest.param(["env.id=no_such_module:Env-v0"], "no_such_module", marks=pytest.mark.slow),
         ([f"{SIM}:fails_to_start"], "the renderer has no display"),
         pytest.param([f"{SIM}:no_such_name"], "no_such_name", marks=pytest.mark.slow),
@@ -219,7 +221,11 @@ def test_an_env_that_raises_ends_its_worker_and_the_text_names_it(folder: Path) 
             ["env.id=CartPole-v1", f"rollout.policy={TESTS / 'policies.py'}:Echo"],
             "the policy failed|IndexError|only integers",
         ),
-        (["env.id=CartPole-v1", "broker.frontend=ipc:///no/such/folder/f"], "/no/such/folder"),
+        pytest.param(
+            ["env.id=CartPole-v1", "broker.frontend=ipc:///no/such/folder/f"],
+            "/no/such/folder",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_start_ends_the_run_with_its_cause(
@@ -244,6 +250,7 @@ def test_what_the_users_code_raises_at_start_up_is_shown_and_all_parts_end(folde
     wait_for(lambda: not any(child.is_running() for child in children), "the end of all parts", 3)
 
 
+@pytest.mark.slow
 def test_what_takes_for_ever_to_start_ends_the_run_within_its_time_limit(folder: Path) -> None:
     run = Run(folder, f"{SIM}:starts_for_ever", "runner.startup_timeout_s=4")
     assert run.wait(30) == 1

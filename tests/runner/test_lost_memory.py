@@ -17,7 +17,7 @@ broker = pytest.fixture(status_client)
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("affinity", ["sticky", "none"])
+@pytest.mark.parametrize("affinity", ["sticky", pytest.param("none", marks=pytest.mark.slow)])
 def test_an_evaluation_is_complete_although_a_worker_is_killed_with_its_states(
     folder: Path, broker: StatusClient, affinity: str, decoupled: bool
 ) -> None:

@@ -89,11 +89,11 @@ def evaluate(folder: Path, *words: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "torchscript",
+        pytest.param("torchscript", marks=pytest.mark.slow),
         "exported",
         pytest.param("static", marks=pytest.mark.slow),
         pytest.param("torchrl", marks=pytest.mark.slow),
-        "hugging_face",
+        pytest.param("hugging_face", marks=pytest.mark.slow),
     ],
 )
 def test_a_policy_of_another_library_balances_the_pole(folder: Path, kind: str) -> None:

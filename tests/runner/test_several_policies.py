@@ -100,6 +100,7 @@ def test_the_loss_of_a_policys_last_worker_does_not_touch_the_other_policy(folde
     assert result["eval/idle/missing_trajectories"] > 0
 
 
+@pytest.mark.slow
 def test_a_policys_worker_that_was_killed_is_started_again(folder: Path) -> None:
     evaluation = run(folder, *TWO_SLOW)
     evaluation.wait_until_it_steps()

@@ -324,11 +324,9 @@ def test_a_rollout_worker_that_is_told_to_leave_has_retired_and_is_not_started_a
 
 @pytest.mark.parametrize(
     ("part", "number"),
-    [
-        ("start-rollout-worker", signal.SIGINT),
-        pytest.param("start-broker", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    [("start-rollout-worker", signal.SIGINT), ("start-broker", signal.SIGTERM)],
 )
+@pytest.mark.slow
 def test_a_run_can_be_stopped_while_a_part_waits_for_its_restart(
     folder: Path, part: str, number: signal.Signals
 ) -> None:
@@ -361,6 +359,7 @@ def test_a_training_whose_processes_are_all_told_to_end_was_stopped(folder: Path
     assert "; restart " not in run.text()
 
 
+@pytest.mark.slow
 def test_a_lost_learner_ends_the_training_and_says_how_to_go_on(folder: Path) -> None:
     run = Training(folder, *COUNTING, "runner.save_interval=20")
     run.wait_for_record("env_steps", 50)

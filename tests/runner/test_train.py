@@ -36,15 +36,8 @@ def balanced(result: dict[str, Any]) -> bool:
     return bool(result["trajectories_sent"] == sum(result[f"trajectories_{name}"] for name in names))
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        PPO,
-        pytest.param(PPO_IN_A_BOX, marks=pytest.mark.slow),
-        pytest.param(SAC, marks=pytest.mark.slow),
-    ],
-    ids=["ppo", "box", "sac"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [PPO, PPO_IN_A_BOX, SAC], ids=["ppo", "box", "sac"])
 def test_a_training_runs_to_its_end_and_accounts_for_every_trajectory(
     folder: Path, algorithm: list[str]
 ) -> None:
@@ -103,6 +96,7 @@ def evaluated() -> Iterator[Training]:
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_an_evaluation_keeps_to_one_version_while_others_are_published(evaluated: Training) -> None:
     evaluations = [record for record in evaluated.records() if "eval/return" in record]
     for record in evaluations:
@@ -114,6 +108,7 @@ def test_an_evaluation_keeps_to_one_version_while_others_are_published(evaluated
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_training_keeps_its_pace_during_an_evaluation(evaluated: Training) -> None:
     records = evaluated.records()
     evaluation = next(record for record in records if "eval/return" in record)
