@@ -17,6 +17,7 @@ from zmqrl.transport.header import HEADER_SIZE, Header, Op, unpack
 
 SLOW = {
     "another-protocol-version",
+    "client-floods",
     "client-restarted",
     "clients-killed",
     "clients-cut-off",
