@@ -97,6 +97,7 @@ def test_a_batch_of_images_does_not_ask_for_its_memory_page_by_page_each_time():
     assert _faults(keeps=False) > 0.5, "glibc keeps it by itself: keep_freed() can go"
 
 
+@pytest.mark.slow
 def test_of_a_large_batch_some_memory_is_kept_and_the_rest_is_not():
     assert _faults(images=40) < 0.5  # 24 MB
     assert _faults(images=200) > 0.5  # 120 MB, of which 16 stay

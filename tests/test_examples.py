@@ -52,6 +52,7 @@ def test_a_loop_of_ones_own_trains(folder: Path) -> None:
     assert not [key for key in result if key.startswith("time/env/")], "nobody tells such times"
 
 
+@pytest.mark.slow
 def test_a_learner_of_ones_own_learns_from_the_pool(pool: Pool) -> None:
     learner = f"ipc://{pool.folder}/learner"
     overrides = [
@@ -74,29 +75,17 @@ def test_a_learner_of_ones_own_learns_from_the_pool(pool: Pool) -> None:
     assert last > 2 * first, done.stdout
 
 
-BEGINNING = [
-    "runner.max_env_steps=1000",
-    "cluster.component_placement={env: 0-1, eval: 0, rollout: 0}",
-    "env.eval={total_num_envs: 10, rollout_epoch: 1}",
-]
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(800)
-@pytest.mark.parametrize(
-    "limit",
-    [BEGINNING, pytest.param([], marks=pytest.mark.slow)],
-    ids=["its beginning", "whole"],
-)
-def test_the_demo_learns_to_reach_and_its_checkpoint_reaches_too(folder: Path, limit: list[str]) -> None:
-    run = Training(folder, *limit, config="fetch_reach_sac_decoupled.yaml")
+def test_the_demo_learns_to_reach_and_its_checkpoint_reaches_too(folder: Path) -> None:
+    run = Training(folder, config="fetch_reach_sac_decoupled.yaml")
     assert run.wait(700) == 0, run.text()
     result = run.result()
-    assert result["eval/num_trajectories"] == (10 if limit else 100)
+    assert result["eval/num_trajectories"] == 100
     assert result["achieved_updates_per_env_step"] == pytest.approx(0.25, rel=0.15)
-    learned = 0.0 if limit else 0.95
     for metric in ("eval/success_once", "eval/success_at_end"):
-        assert result[metric] >= learned
-    assert bool(limit) != ("2 times in a row" in run.text())
+        assert result[metric] >= 0.95
+    assert "2 times in a row" in run.text()
 
     evaluated = folder / "evaluated.json"
     command = [
@@ -108,7 +97,7 @@ def test_the_demo_learns_to_reach_and_its_checkpoint_reaches_too(folder: Path, l
     records = run.records()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(evaluated.read_text())["eval/success_at_end"] >= learned - 0.05
+    assert json.loads(evaluated.read_text())["eval/success_at_end"] >= 0.9
     assert run.records() == records, "the evaluation wrote into the files of the training"
 
 

@@ -73,6 +73,7 @@ def test_throughput_tells_what_each_request_costs_whom(folder: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_throughput_takes_the_broker_of_another_checkout(folder: Path) -> None:
     words = ("--seconds=0.1", "--clients=4", "--cases=zmqrl_raw", f"--against={TESTS.parent}")
     first, second = bench(folder, "throughput", *words)
@@ -81,6 +82,7 @@ def test_throughput_takes_the_broker_of_another_checkout(folder: Path) -> None:
     assert first["to_zmqrl_raw_against"] == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_scale_tells_what_many_clients_and_workers_cost_the_broker(folder: Path) -> None:
     rows = bench(
         folder, "scale", "--seconds=0.2", "--paced-seconds=0.2", "--clients", "4", "40", "--workers=2"

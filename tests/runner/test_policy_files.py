@@ -121,6 +121,7 @@ def test_a_policy_of_another_library_balances_the_pole(folder: Path, kind: str) 
     assert result["eval/episode_len"] == LENGTH
 
 
+@pytest.mark.slow
 def test_a_saved_model_of_stable_baselines3_plays_whole_episodes(folder: Path) -> None:
     sb3 = pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not installed")
     with warnings.catch_warnings():

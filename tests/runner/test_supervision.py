@@ -90,6 +90,7 @@ def test_an_evaluation_is_complete_although_a_part_is_killed(
     assert result["rollout/mean_rows_per_batch"] >= result["rollout/mean_shards_per_batch"] >= 1
 
 
+@pytest.mark.slow
 def test_a_training_comes_to_its_end_although_each_part_is_killed_once(folder: Path) -> None:
     run = Training(
         folder,

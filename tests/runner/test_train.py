@@ -36,8 +36,15 @@ def balanced(result: dict[str, Any]) -> bool:
     return bool(result["trajectories_sent"] == sum(result[f"trajectories_{name}"] for name in names))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [PPO, PPO_IN_A_BOX, SAC], ids=["ppo", "box", "sac"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PPO,
+        pytest.param(PPO_IN_A_BOX, marks=pytest.mark.slow),
+        pytest.param(SAC, marks=pytest.mark.slow),
+    ],
+    ids=["ppo", "box", "sac"],
+)
 def test_a_training_runs_to_its_end_and_accounts_for_every_trajectory(
     folder: Path, algorithm: list[str]
 ) -> None:
@@ -123,6 +130,7 @@ def test_training_keeps_its_pace_during_an_evaluation(evaluated: Training) -> No
     assert pace(end) >= 0.9 * pace(begin)
 
 
+@pytest.mark.slow
 def test_a_stopped_training_goes_on_where_it_was(folder: Path) -> None:
     arguments = [*SAC, *SMALL, "runner.val_check_interval=20"]
     run = Training(folder, *arguments, "runner.max_env_steps=100000")
