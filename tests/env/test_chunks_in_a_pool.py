@@ -217,11 +217,10 @@ def test_each_sub_step_is_delayed_as_one_step_is(planners: Pool) -> None:
         LINE,
         "env.num_action_chunks=5",
         "env.eval.total_num_envs=1",
-        "env.delay_sampler={type: constant, delay: 0.01}",
+        "env.delay_sampler={type: constant, delay: 0.1}",
     )
-    # Of the reset, and of the eight steps of an episode that ends within the second chunk.
-    assert worker.report.totals.delay_s == pytest.approx(0.09, rel=0.5)
-    assert worker.report.totals.delay_s >= 0.09
+    # Of the reset, and of the eight steps of an episode that ends within the second chunk; not of its rest.
+    assert 0.9 <= worker.report.totals.delay_s < 1.1
 
 
 def test_a_worker_that_is_stopped_does_not_carry_its_chunk_out(planners: Pool) -> None:
