@@ -219,7 +219,7 @@ def test_each_sub_step_is_delayed_as_one_step_is(planners: Pool) -> None:
         "env.eval.total_num_envs=1",
         "env.delay_sampler={type: constant, delay: 0.1}",
     )
-    # Of the reset, and of the eight steps of an episode that ends within the second chunk; not of its rest.
+    # Of the reset, and of the eight steps of an episode that ends within the second chunk.
     assert 0.9 <= worker.report.totals.delay_s < 1.1
 
 
